@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -44,8 +43,10 @@ class DistContext:
         return self.rank == 0
 
 
-def choose_device(device: str = "auto", local_rank: int = 0) -> torch.device:
+def choose_device(device: str = "auto", local_rank: int = 0, local_world_size: int = 1) -> torch.device:
     """Turn ``"auto"``, ``"cpu"`` or ``"cuda"`` into a device, with one GPU for each local rank.
+
+    ``"auto"`` takes GPUs only if there is one for *every* local rank, so that all ranks choose alike.
 
     Raises:
         ValueError: an unknown name, CUDA asked for where there is none, or fewer GPUs than local ranks.
@@ -53,7 +54,7 @@ def choose_device(device: str = "auto", local_rank: int = 0) -> torch.device:
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device {device!r}: allowed are 'auto', 'cpu' and 'cuda'")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device == "cpu" or (device == "auto" and count <= local_rank):
+    if device == "cpu" or (device == "auto" and count < max(local_world_size, local_rank + 1)):
         return torch.device("cpu")
     if count == 0:
         raise ValueError("device 'cuda' was asked for, but this machine shows no CUDA device; use --device cpu")
@@ -81,12 +82,15 @@ def distributed(*, device: str = "auto", timeout_s: float = 30.0) -> Iterator[Di
         ValueError: see :func:`choose_device`; or an incomplete ``torchrun`` environment.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if dist.is_initialized():
         if dist.get_backend() == "gloo":  # the group decides: CUDA tensors on gloo would be copied back and forth
             device = "cpu"
+        else:
+            device, local_rank = "cuda", torch.cuda.current_device()
         yield _context(choose_device(device, local_rank), local_rank)
         return
-    chosen = choose_device(device, local_rank)
+    chosen = choose_device(device, local_rank, local_world_size)
     backend = "nccl" if chosen.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     if chosen.type == "cuda":
@@ -115,7 +119,7 @@ def init_from_file(path: str, rank: int, world_size: int, *, device: str, timeou
         device: as for :func:`choose_device`.
         timeout_s: timeout of the group, in seconds.
     """
-    chosen = choose_device(device, rank)
+    chosen = choose_device(device, rank, world_size)
     backend = "nccl" if chosen.type == "cuda" else "gloo"
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
@@ -123,8 +127,3 @@ def init_from_file(path: str, rank: int, world_size: int, *, device: str, timeou
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
     )
-
-
-def rendezvous_directory() -> tempfile.TemporaryDirectory[str]:
-    """A fresh directory for one launch's rendezvous file and per-rank output."""
-    return tempfile.TemporaryDirectory(prefix="dist_lib_launch_", ignore_cleanup_errors=True)

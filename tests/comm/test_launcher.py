@@ -1,0 +1,122 @@
+"""The launcher: results, the failing rank's traceback, timeouts, no orphans."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dist_lib.comm import LaunchTimeout, RankError, distributed, launch
+
+
+def rank_and_sum(offset):
+    with distributed() as ctx:
+        total = torch.tensor([float(ctx.rank + offset)])
+        dist.all_reduce(total)
+        return ctx.rank, ctx.world_size, total
+
+
+def fail_on(rank):
+    if dist.get_rank() == rank:
+        print("about to fail")
+        raise KeyError("the planted fault")
+    dist.barrier()
+
+
+def die_on(rank):
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(4))
+
+
+def hang_on(rank):
+    print(f"hello from {dist.get_rank()}")
+    if dist.get_rank() == rank:
+        time.sleep(60)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_results_come_back_in_rank_order(world_size):
+    results = launch(rank_and_sum, world_size=world_size, args=(10,))
+    assert [r[0] for r in results] == list(range(world_size))
+    expected = sum(range(world_size)) + 10 * world_size
+    assert all(r[1] == world_size and r[2].item() == expected for r in results)
+
+
+def test_the_failing_ranks_own_traceback_reaches_the_caller():
+    with pytest.raises(RankError, match="the planted fault") as caught:
+        launch(fail_on, world_size=3, args=(1,))
+    assert caught.value.rank == 1
+    assert "about to fail" in str(caught.value)
+
+
+def test_a_killed_rank_is_named_within_seconds():
+    begin = time.monotonic()
+    with pytest.raises(RankError, match="rank 2 of 3 was killed by signal 9"):
+        launch(die_on, world_size=3, args=(2,), timeout_s=50)
+    assert time.monotonic() - begin < 15  # the group's own timeout would be 30 s
+
+
+def test_a_hang_names_the_rank_and_its_last_output():
+    with pytest.raises(LaunchTimeout, match="hello from 0") as caught:
+        launch(hang_on, world_size=2, args=(0,), timeout_s=3)
+    assert caught.value.ranks == [0]
+
+
+def test_output_is_handed_on_line_by_line():
+    seen = []
+    launch(hang_on, world_size=2, args=(7,), on_output=lambda rank, line: seen.append((rank, line)))
+    assert sorted(seen) == [(0, "hello from 0"), (1, "hello from 1")]
+
+
+def test_many_launches_leave_no_file_and_no_process():
+    launch(rank_and_sum, world_size=2, args=(0,))
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        launch(rank_and_sum, world_size=2, args=(0,))
+    assert len(os.listdir("/proc/self/fd")) <= before
+    import multiprocessing
+
+    assert not multiprocessing.active_children()
+
+
+def test_a_dead_parent_leaves_no_orphans(tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(
+        textwrap.dedent(
+            f"""
+            import os, time
+            from dist_lib.comm import launch
+            def work():
+                import torch.distributed as dist
+                open({str(tmp_path)!r} + f"/pid{{dist.get_rank()}}", "w").write(str(os.getpid()))
+                time.sleep(60)
+            if __name__ == "__main__":
+                launch(work, world_size=2)
+            """
+        )
+    )
+    parent = subprocess.Popen([sys.executable, str(script)])
+    files = [tmp_path / "pid0", tmp_path / "pid1"]
+    deadline = time.monotonic() + 40
+    while not all(f.exists() and f.read_text() for f in files) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    pids = [int(f.read_text()) for f in files]
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 10
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_functions_that_cannot_be_shipped_are_refused_clearly():
+    with pytest.raises(ValueError, match="top level"):
+        launch(lambda: 1, world_size=1)
+    with pytest.raises(ValueError, match="at least 1 process"):
+        launch(rank_and_sum, world_size=0)
