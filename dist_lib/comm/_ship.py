@@ -58,8 +58,10 @@ def _collect(fn: Callable[..., Any], main: str, lines: dict[str, str]) -> None:
             continue
         module = getattr(value, "__module__", None)
         if isinstance(value, types.ModuleType):
-            lines[name] = f"import {value.__name__} as {name}" if "." not in value.__name__ else (
-                f"import importlib\n{name} = importlib.import_module({value.__name__!r})"
+            lines[name] = (
+                f"import {value.__name__} as {name}"
+                if "." not in value.__name__
+                else (f"import importlib\n{name} = importlib.import_module({value.__name__!r})")
             )
         elif isinstance(value, types.FunctionType) and module == main:
             lines[name] = ""  # breaks recursion

@@ -2,8 +2,7 @@
 
 torch's gloo backend computes wrong sums on non-contiguous tensors and wraps int8 sums without a word. Here every
 tensor goes through a contiguous copy where it must, integer types too narrow for a sum are refused, bfloat16 and
-float16 are summed in float32, and each call is reported to the active :class:`~dist_lib.comm.CommCounter`.
-This module moves tensors; what they mean (owners, shards, patches) belongs to its callers.
+float16 are summed in float32. This module moves tensors; what they mean (owners, shards, patches) belongs to its callers.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from dist_lib.comm.counter import record
 
 Group = dist.ProcessGroup | None
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
@@ -66,7 +63,6 @@ def all_reduce(tensor: Tensor, *, op: str = "sum", group: Group = None) -> Tenso
     """
     _check(tensor, _REDUCIBLE, "a reduction")
     buffer = _wide(tensor)
-    record("all_reduce", buffer, group)
     dist.all_reduce(buffer, op=_op(op), group=group)
     _back(buffer, tensor)
     return tensor
@@ -80,7 +76,6 @@ def reduce(tensor: Tensor, dst: int, *, op: str = "sum", group: Group = None) ->
     buffer = _wide(tensor)
     if not mine and buffer.data_ptr() == tensor.data_ptr():
         buffer = buffer.clone()
-    record("reduce", buffer, group)
     dist.reduce(buffer, dst, op=_op(op), group=group)
     if mine:
         _back(buffer, tensor)
@@ -92,7 +87,6 @@ def broadcast(tensor: Tensor, src: int, *, group: Group = None) -> Tensor:
     """Overwrite ``tensor`` with that of global rank ``src``, in place; any strides."""
     _check(tensor, _MOVABLE, "a broadcast")
     buffer = tensor.contiguous()
-    record("broadcast", buffer, group)
     dist.broadcast(buffer, src, group=group)
     _back(buffer, tensor)
     return tensor
@@ -104,7 +98,6 @@ def all_gather(tensor: Tensor, *, group: Group = None) -> Tensor:
     _check(tensor, _MOVABLE, "a gather")
     source = tensor.contiguous()
     out = source.new_empty((world(group), *source.shape))
-    record("all_gather", source, group)
     if source.numel():
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         gather(out.view(-1), source.view(-1), group=group)
@@ -121,10 +114,11 @@ def reduce_scatter(tensor: Tensor, *, group: Group = None) -> Tensor:
     _check(tensor, _REDUCIBLE, "a reduction")
     parts = world(group)
     if tensor.ndim == 0 or tensor.shape[0] % parts:
-        raise ValueError(f"shape {tuple(tensor.shape)} cannot be cut into {parts} equal parts along dimension 0: pad it")
+        raise ValueError(
+            f"shape {tuple(tensor.shape)} cannot be cut into {parts} equal parts along dimension 0: pad it"
+        )
     source = _wide(tensor)
     out = source.new_empty((source.shape[0] // parts, *source.shape[1:]))
-    record("reduce_scatter", source, group)
     if source.numel():
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         scatter(out.view(-1), source.view(-1), group=group)
@@ -148,7 +142,6 @@ def all_to_all(parts: Sequence[Tensor], receive: Sequence[int], *, group: Group 
     source = torch.cat([p.contiguous() for p in parts])
     _check(source, _MOVABLE, "an all-to-all")
     out = source.new_empty(sum(receive))
-    record("all_to_all", source, group)
     dist.all_to_all_single(out, source, list(receive), [p.numel() for p in parts], group=group)
     return list(out.split(list(receive)))
 
@@ -192,7 +185,6 @@ def isend(tensor: Tensor, dst: int, *, group: Group = None, tag: int = 0) -> Sen
     if dst == dist.get_rank():
         raise ValueError(f"rank {dst} cannot send to itself")
     buffer = tensor.contiguous()
-    record("send", buffer, group)
     return Sent(dist.isend(buffer, dst, group=group, tag=tag), buffer)
 
 

@@ -59,7 +59,9 @@ def choose_device(device: str = "auto", local_rank: int = 0, local_world_size: i
     if count == 0:
         raise ValueError("device 'cuda' was asked for, but this machine shows no CUDA device; use --device cpu")
     if local_rank >= count:
-        raise ValueError(f"local rank {local_rank} has no GPU of its own: this machine shows {count}; start fewer ranks")
+        raise ValueError(
+            f"local rank {local_rank} has no GPU of its own: this machine shows {count}; start fewer ranks"
+        )
     return torch.device("cuda", local_rank)
 
 

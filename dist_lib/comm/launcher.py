@@ -189,8 +189,10 @@ def _collect(processes: Sequence[Any], ends: Mapping[Connection, int], deadline:
 def _raise_failure(outcomes: _Outcomes, world_size: int, directory: Path) -> None:
     if outcomes.deaths:
         rank, code = next(iter(sorted(outcomes.deaths.items())))
-        how = f"was killed by signal {-code} ({signal.Signals(-code).name})" if code and code < 0 else (
-            f"ended with exit code {code}"
+        how = (
+            f"was killed by signal {-code} ({signal.Signals(-code).name})"
+            if code and code < 0
+            else (f"ended with exit code {code}")
         )
         note = " (out of memory?)" if code == -signal.SIGKILL else ""
         tail = _tail(directory, rank)
@@ -277,4 +279,3 @@ def launch(
             tails = "\n".join(f"--- rank {r}, last output ---\n{_tail(directory, r)}" for r in running)
             raise LaunchTimeout(f"ranks {running} of {world_size} still ran after {timeout_s:g} s.\n{tails}", running)
         return [outcomes.values[rank] for rank in range(world_size)]
-
