@@ -143,7 +143,7 @@ def summary(outcomes: dict[str, Outcome]) -> str:
         lines.append(f"{part:<14}{minutes:>8.1f}{outcome.passed:>9}{outcome.failed:>9}{outcome.skipped:>9}")
     minutes = sum(o.seconds for o in outcomes.values()) / 60
     lines.append(f"{'all':<14}{minutes:>8.1f}{total.passed:>9}{total.failed:>9}{total.skipped:>9}\n")
-    lines += [note for note in total.notes]
+    lines += total.notes
     lines.append(f"{total.passed} passed, {total.failed} failed, {total.skipped} skipped")
     return "\n".join(lines)
 
