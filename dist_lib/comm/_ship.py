@@ -50,10 +50,10 @@ def _source(fn: Callable[..., Any]) -> str:
 def _collect(fn: Callable[..., Any], main: str, lines: dict[str, str]) -> None:
     """Add to ``lines`` (name -> definition) everything that ``fn`` needs, dependencies first."""
     code = getattr(fn, "__code__", None)
-    if code is None or fn.__name__ == "<lambda>" or fn.__closure__:  # type: ignore[attr-defined]
+    if code is None or fn.__name__ == "<lambda>" or fn.__closure__:
         raise ShipError(f"{fn!r} is a lambda, a closure or not a plain function; use a def at the top level of a cell")
-    for name in sorted(_names(code) & set(fn.__globals__)):  # type: ignore[attr-defined]
-        value = fn.__globals__[name]  # type: ignore[attr-defined]
+    for name in sorted(_names(code) & set(fn.__globals__)):
+        value = fn.__globals__[name]
         if name in lines or value is fn:
             continue
         module = getattr(value, "__module__", None)

@@ -2,7 +2,7 @@
 
 torch's gloo backend computes wrong sums on non-contiguous tensors and wraps int8 sums without a word. Here every
 tensor goes through a contiguous copy where it must, integer types too narrow for a sum are refused, bfloat16 and
-float16 are summed in float32. This module moves tensors; what they mean (owners, shards, patches) belongs to its callers.
+float16 are summed in float32. This module moves tensors; what they mean belongs to its callers.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def distributed(*, device: str = "auto", timeout_s: float = 30.0) -> Iterator[Di
             raise ValueError(f"RANK is set but {', '.join(missing)} is not: start with torchrun, or unset RANK")
         dist.init_process_group(backend, timeout=timeout)
     else:
-        store = dist.HashStore()
+        store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     try:
         yield _context(chosen, local_rank)
@@ -125,7 +125,7 @@ def init_from_file(path: str, rank: int, world_size: int, *, device: str, timeou
     backend = "nccl" if chosen.type == "cuda" else "gloo"
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
-    store = dist.FileStore(path, world_size)
+    store = dist.FileStore(path, world_size)  # type: ignore[attr-defined]
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
     )

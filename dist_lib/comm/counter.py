@@ -57,7 +57,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _group(args: tuple[Any, ...]) -> tuple[int, ...]:
     for arg in args:
-        if isinstance(arg, torch.ScriptObject):  # type: ignore[attr-defined]
+        if isinstance(arg, torch.ScriptObject):
             try:
                 return tuple(dist.get_process_group_ranks(dist.ProcessGroup.unbox(arg)))
             except (RuntimeError, TypeError, ValueError):  # the other boxed argument is the reduction

@@ -8,10 +8,13 @@ and no overlap; :meth:`NetworkModel.wire_bytes` gives the bytes that one rank se
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-_SHARE = {  # payload share that each rank sends, as a function of the world size; messages in a row
+_SHARE: dict[
+    str, tuple[Callable[[int], Fraction], Callable[[int], int]]
+] = {  # payload share that each rank sends, as a function of the world size; messages in a row
     "all_reduce": (lambda w: Fraction(2 * (w - 1), w), lambda w: 2 * (w - 1)),
     "reduce_scatter": (lambda w: Fraction(w - 1, w), lambda w: w - 1),
     "all_gather": (lambda w: Fraction(w - 1), lambda w: w - 1),
