@@ -1,4 +1,4 @@
-"""A pytest plugin on top of nbval: figures compared with a stated tolerance, and a guard against notebooks that never ran.
+"""A pytest plugin on top of nbval: figures compared with a tolerance, notebooks that never ran refused.
 
 nbval compares every output as text and passes a cell that was never executed. This plugin replaces its collector by one
 that fails such a notebook at collection, and its comparison of plotly figures by one that wants the same traces, names,
@@ -64,7 +64,7 @@ def decode(value: Any) -> Any:
 
 
 def differences(stored: Any, computed: Any, rtol: float, place: str = "figure") -> Iterator[str]:
-    """Yield each difference of two decoded figures; numbers may differ by `rtol` relative to the list's largest value."""
+    """Yield each difference of two decoded figures; each number may differ by `rtol`, relative to the larger one."""
     number = (int, float)
     if isinstance(stored, dict) and isinstance(computed, dict):
         for key in sorted(stored.keys() | computed.keys()):
