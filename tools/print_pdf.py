@@ -52,7 +52,7 @@ def main() -> int:
                 "() => [...document.querySelectorAll('.book-figure')].every(f => f.querySelector('.main-svg'))"
             )
             title = page.title().split(" — ")[0]
-            printed = page.pdf(format="A4", print_background=True, margin=dict.fromkeys(("top", "bottom"), "15mm"))
+            printed = page.pdf(format="A4", print_background=True, margin={"top": "15mm", "bottom": "15mm"})
             writer.append(BytesIO(printed), outline_item=title)
         browser.close()
     args.output.parent.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ die() { echo "setup: $*" >&2; exit 1; }
 
 case "${1:-}" in
   -h | --help)
-    echo "Usage: tools/setup.sh [--model]"
+    echo "usage: tools/setup.sh [--model]"
     echo "Makes .venv from constraints.txt; with --model adds the optional SmolLM2-135M weights to it."
     echo "PYTHON=<interpreter> chooses the Python; TORCH_INDEX=<url> a pip index with another build of torch."
     exit 0 ;;
