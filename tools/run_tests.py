@@ -50,7 +50,7 @@ class Outcome:
         self.notes += other.notes
 
 
-def test_folders(part: str, tests: Path = ROOT / "tests") -> list[str]:
+def folders_of(part: str, tests: Path = ROOT / "tests") -> list[str]:
     """Return the existing folders of a part; `unit` takes every folder that no other part names."""
     present = {p.name for p in tests.iterdir() if p.is_dir() and any(p.rglob("test_*.py"))}
     taken = {name for names in FOLDERS.values() for name in names}
@@ -76,7 +76,7 @@ def commands(part: str) -> list[list[str]]:
             [python, "-m", "mypy", "--strict", *sorted(f"tools/{p.name}" for p in (ROOT / "tools").glob("*.py"))],
             [str(Path(python).parent / "lint-imports")],
         ]
-    folders = test_folders(part)
+    folders = folders_of(part)
     tested = [[*pytest, "-n", "2", "--dist", "loadfile", *folders]] if folders else []
     if part == "notebooks" and notebooks():
         nbval = ["-p", "tests.notebooks.plugin", "--nbval", "--nbval-current-env", "--nbval-cell-timeout", "120"]

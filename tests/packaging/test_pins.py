@@ -1,4 +1,4 @@
-"""One source of versions: pyproject.toml states ranges, constraints.txt pins each once, environment.yml repeats none."""
+"""One source of versions: ranges in pyproject.toml, one pin each in constraints.txt, none in environment.yml."""
 
 import re
 import tomllib

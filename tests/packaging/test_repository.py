@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.run_tests import FOLDERS, PARTS, Outcome, commands, notebooks, read_report, summary, test_folders
+from tools.run_tests import FOLDERS, PARTS, Outcome, commands, notebooks, read_report, summary, folders_of
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = {".py", ".md", ".ipynb", ".toml", ".yml", ".yaml", ".cff", ".sh", ".css", ".js", ".json", ".bib", ".txt", ""}
@@ -85,7 +85,7 @@ def test_a_script_answers_help(name: str) -> None:
 
 
 def test_every_test_folder_belongs_to_one_part() -> None:
-    listed = [folder for part in PARTS if part != "lint" for folder in test_folders(part)]
+    listed = [folder for part in PARTS if part != "lint" for folder in folders_of(part)]
     present = {f"tests/{p.name}" for p in (ROOT / "tests").iterdir() if p.is_dir() and any(p.rglob("test_*.py"))}
     assert sorted(listed) == sorted(present)
     assert set(FOLDERS) <= set(PARTS)
