@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.run_tests import FOLDERS, PARTS, Outcome, commands, notebooks, read_report, summary, folders_of
+from tools.run_tests import FOLDERS, PARTS, Outcome, commands, folders_of, notebooks, read_report, summary
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = {".py", ".md", ".ipynb", ".toml", ".yml", ".yaml", ".cff", ".sh", ".css", ".js", ".json", ".bib", ".txt", ""}

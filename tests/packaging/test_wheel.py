@@ -51,7 +51,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source.mkdir()
     for name in ("dist_lib", "pyproject.toml", "README.md", "LICENSE", "data"):
         (source / name).symlink_to(ROOT / name)
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
     done = subprocess.run(
         [*command, "-w", str(out), str(source)], capture_output=True, text=True, check=False, timeout=110
     )
