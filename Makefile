@@ -18,6 +18,10 @@ help: ## list the targets
 setup: $(STAMP) ## make .venv from constraints.txt, and try to add the small real model
 	@tools/setup.sh --model || true
 
+# The stamp names the folder: a .venv does not survive being moved.
+ifneq ("$(shell cat $(STAMP) 2>/dev/null)","$(CURDIR)")
+.PHONY: $(STAMP)
+endif
 $(STAMP): constraints.txt pyproject.toml tools/setup.sh
 	@PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" tools/setup.sh
 

@@ -62,14 +62,9 @@ if [ -z "$chosen" ]; then
 fi
 
 # A .venv of a moved folder, or of an interpreter that is gone, can't be repaired: make it anew.
-if [ -e .venv ] && ! .venv/bin/python -c 'import sys, os; sys.exit(os.path.realpath(sys.prefix) != os.path.realpath(".venv"))' 2>/dev/null; then
-  echo "setup: .venv does not belong to this folder or is broken; making it anew."
+if [ -e .venv ] && { ! .venv/bin/python -c '' 2>/dev/null || ! grep -qF "$(pwd -P)/.venv" .venv/bin/activate; }; then
+  echo "setup: .venv is broken or belongs to another folder; making it anew."
   rm -rf .venv
-elif [ -x .venv/bin/activate ] || grep -q "VIRTUAL_ENV=" .venv/bin/activate 2>/dev/null; then
-  if ! grep -qF "$(pwd -P)/.venv" .venv/bin/activate && ! grep -qF "$PWD/.venv" .venv/bin/activate; then
-    echo "setup: this folder was moved; making .venv anew."
-    rm -rf .venv
-  fi
 fi
 if [ ! -x .venv/bin/python ]; then
   echo "setup: making .venv with $chosen ($("$chosen" --version 2>&1))"
@@ -86,5 +81,5 @@ if [ -n "${TORCH_INDEX:-}" ]; then
 fi
 echo "setup: installing from constraints.txt (the download size stands in README.md) ..."
 pip install -q -c constraints.txt -e ".[test]" || die "pip failed; its message stands above. Run 'make setup' again to resume."
-touch .venv/setup.stamp
+pwd -P > .venv/setup.stamp
 echo "setup: done. Next: make book"
