@@ -46,8 +46,8 @@ class BatchSampler:
         """
         if not 0 <= rank < world_size or world_size > self.batch_size:
             raise ValueError(
-                f"rank {rank} of {world_size} with {self.batch_size} rows: every rank needs a row; use fewer ranks or a "
-                f"larger batch"
+                f"rank {rank} of {world_size} with {self.batch_size} rows: every rank needs a row; use fewer "
+                f"ranks or a larger batch"
             )
         begin = rank * self.batch_size // world_size
         end = (rank + 1) * self.batch_size // world_size
