@@ -1,0 +1,162 @@
+// Draws every figure of a page with the local plotly.js, with accessible controls, in the page's colours.
+(function () {
+  "use strict";
+
+  function colours() {
+    var style = getComputedStyle(document.documentElement);
+    var pick = function (name, otherwise) { return style.getPropertyValue(name).trim() || otherwise; };
+    return {
+      text: pick("--pst-color-text-base", "#222"),
+      muted: pick("--pst-color-text-muted", "#555"),
+      grid: pick("--dl-grid", "rgba(127,127,127,.25)"),
+      surface: pick("--pst-color-surface", "#f5f5f5"),
+    };
+  }
+
+  function themed(layout) {
+    var c = colours(), change = { "font.color": c.text, "hoverlabel.bgcolor": c.surface, "hoverlabel.font.color": c.text };
+    Object.keys(layout).concat(["xaxis", "yaxis"]).forEach(function (key) {
+      if (/^[xy]axis\d*$/.test(key)) {
+        change[key + ".gridcolor"] = c.grid;
+        change[key + ".linecolor"] = c.grid;
+        change[key + ".zerolinecolor"] = c.grid;
+      }
+    });
+    return change;
+  }
+
+  function cell(value) {
+    var text = value === null || value === undefined ? "" : String(value);
+    return /[",\n]/.test(text) ? '"' + text.replace(/"/g, '""') + '"' : text;
+  }
+
+  function csv(figure) {
+    var rows = [["trace", "setting", "x", "y", "z"]];
+    figure.plot.data.forEach(function (trace) {
+      var setting = Object.entries(trace.meta || {}).map(function (e) { return e.join("="); }).join("; ");
+      var xs = trace.x || [], ys = trace.y || [], zs = trace.z || [];
+      var n = Math.max(xs.length, ys.length, zs.length);
+      for (var i = 0; i < n; i++) {
+        var z = zs[i];
+        if (z && typeof z === "object") {
+          for (var j = 0; j < z.length; j++) rows.push([trace.name, setting, xs[j], ys[i], z[j]]);
+        } else {
+          var x = trace.base !== undefined && trace.orientation === "h" ? trace.base[i] + " + " + xs[i] : xs[i];
+          rows.push([trace.name, setting, x, ys[i], z]);
+        }
+      }
+    });
+    return rows.map(function (r) { return r.map(cell).join(","); }).join("\n") + "\n";
+  }
+
+  function Figure(element, index) {
+    this.element = element;
+    this.index = index;
+    this.plot = element.querySelector(".dl-plot");
+    this.source = JSON.parse(element.querySelector(".dl-data").textContent);
+    this.meta = this.source.layout.meta || {};
+    this.state = {};
+    var self = this;
+    (this.meta.controls || []).forEach(function (c) { self.state[c.key] = c.initial; });
+  }
+
+  Figure.prototype.shown = function (trace) {
+    var meta = trace.meta || {}, state = this.state;
+    return Object.keys(state).every(function (key) { return !(key in meta) || meta[key] === state[key]; });
+  };
+
+  Figure.prototype.draw = function () {
+    var layout = Object.assign({}, this.source.layout, { autosize: true });
+    var self = this;
+    return Plotly.newPlot(this.plot, this.source.data, layout, {
+      responsive: true, displaylogo: false, displayModeBar: false,
+    }).then(function () {
+      self.tools();
+      self.retheme();
+      self.element.dataset.drawn = String(self.plot.data.length);
+    });
+  };
+
+  Figure.prototype.retheme = function () {
+    if (this.plot.layout) Plotly.relayout(this.plot, themed(this.plot.layout));
+  };
+
+  Figure.prototype.update = function () {
+    var self = this;
+    var visible = this.source.data.map(function (trace) { return self.shown(trace); });
+    Plotly.restyle(this.plot, { visible: visible });
+  };
+
+  Figure.prototype.tools = function () {
+    var self = this, box = this.element.querySelector(".dl-controls");
+    (this.meta.controls || []).forEach(function (control, k) {
+      var id = "dl-" + self.index + "-" + k, label = document.createElement("label"), input, output;
+      label.htmlFor = id;
+      label.textContent = control.label;
+      if (control.kind === "range") {
+        input = document.createElement("input");
+        input.type = "range";
+        input.min = 0;
+        input.max = control.values.length - 1;
+        input.step = 1;
+        input.value = control.values.indexOf(control.initial);
+        output = document.createElement("output");
+        output.htmlFor = id;
+        output.textContent = control.initial;
+        input.setAttribute("aria-valuetext", String(control.initial));
+        input.addEventListener("input", function () {
+          var value = control.values[Number(input.value)];
+          self.state[control.key] = value;
+          output.textContent = value;
+          input.setAttribute("aria-valuetext", String(value));
+          self.update();
+        });
+      } else {
+        input = document.createElement("select");
+        control.values.forEach(function (value, i) {
+          var option = document.createElement("option");
+          option.value = i;
+          option.textContent = value;
+          option.selected = value === control.initial;
+          input.appendChild(option);
+        });
+        input.addEventListener("change", function () {
+          self.state[control.key] = control.values[Number(input.value)];
+          self.update();
+        });
+      }
+      input.id = id;
+      var group = document.createElement("span");
+      group.className = "dl-control dl-" + control.kind;
+      group.append(label, input);
+      if (output) group.append(output);
+      box.appendChild(group);
+    });
+    var button = document.createElement("button");
+    button.type = "button";
+    button.className = "dl-csv";
+    button.textContent = "Data (CSV)";
+    button.addEventListener("click", function () {
+      var link = document.createElement("a");
+      link.href = URL.createObjectURL(new Blob([csv(self)], { type: "text/csv" }));
+      link.download = "figure-" + (self.index + 1) + ".csv";
+      link.click();
+      setTimeout(function () { URL.revokeObjectURL(link.href); }, 1000);
+    });
+    this.element.querySelector(".dl-caption").appendChild(button);
+  };
+
+  function start() {
+    var figures = Array.prototype.map.call(document.querySelectorAll(".dl-figure"), function (el, i) { return new Figure(el, i); });
+    figures.forEach(function (figure) { figure.draw(); });
+    new MutationObserver(function () {
+      figures.forEach(function (figure) { figure.retheme(); });
+    }).observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme"] });
+    window.addEventListener("beforeprint", function () {
+      figures.forEach(function (figure) { Plotly.Plots.resize(figure.plot); });
+    });
+  }
+
+  if (document.readyState === "loading") document.addEventListener("DOMContentLoaded", start);
+  else start();
+})();
