@@ -27,11 +27,11 @@ def figure_html(data: dict[str, Any]) -> str:
     body = json.dumps({"data": data.get("data", []), "layout": layout}, separators=(",", ":")).replace("</", "<\\/")
     height = int(layout.get("height") or layout.get("template", {}).get("layout", {}).get("height") or 420)
     return (
-        f'<figure class="dl-figure" data-traces="{len(data.get("data", []))}">'
-        f'<div class="dl-controls"></div>'
-        f'<div class="dl-plot" role="img" aria-label="{html.escape(alt, quote=True)}" style="min-height:{height}px"></div>'
-        f'<script type="application/json" class="dl-data">{body}</script>'
-        f'<figcaption class="dl-caption"><span>{html.escape(alt)}</span></figcaption>'
+        f'<figure class="book-figure" data-traces="{len(data.get("data", []))}">'
+        f'<div class="book-controls"></div>'
+        f'<div class="book-plot" role="img" aria-label="{html.escape(alt, quote=True)}" style="min-height:{height}px"></div>'
+        f'<script type="application/json" class="book-data">{body}</script>'
+        f'<figcaption class="book-caption"><span>{html.escape(alt)}</span></figcaption>'
         f"</figure>"
     )
 

@@ -8,7 +8,7 @@
     return {
       text: pick("--pst-color-text-base", "#222"),
       muted: pick("--pst-color-text-muted", "#555"),
-      grid: pick("--dl-grid", "rgba(127,127,127,.25)"),
+      grid: pick("--book-grid", "rgba(127,127,127,.25)"),
       surface: pick("--pst-color-surface", "#f5f5f5"),
     };
   }
@@ -52,8 +52,8 @@
   function Figure(element, index) {
     this.element = element;
     this.index = index;
-    this.plot = element.querySelector(".dl-plot");
-    this.source = JSON.parse(element.querySelector(".dl-data").textContent);
+    this.plot = element.querySelector(".book-plot");
+    this.source = JSON.parse(element.querySelector(".book-data").textContent);
     this.meta = this.source.layout.meta || {};
     this.state = {};
     var self = this;
@@ -88,9 +88,9 @@
   };
 
   Figure.prototype.tools = function () {
-    var self = this, box = this.element.querySelector(".dl-controls");
+    var self = this, box = this.element.querySelector(".book-controls");
     (this.meta.controls || []).forEach(function (control, k) {
-      var id = "dl-" + self.index + "-" + k, label = document.createElement("label"), input, output;
+      var id = "book-" + self.index + "-" + k, label = document.createElement("label"), input, output;
       label.htmlFor = id;
       label.textContent = control.label;
       if (control.kind === "range") {
@@ -127,14 +127,14 @@
       }
       input.id = id;
       var group = document.createElement("span");
-      group.className = "dl-control dl-" + control.kind;
+      group.className = "book-control book-" + control.kind;
       group.append(label, input);
       if (output) group.append(output);
       box.appendChild(group);
     });
     var button = document.createElement("button");
     button.type = "button";
-    button.className = "dl-csv";
+    button.className = "book-csv";
     button.textContent = "Data (CSV)";
     button.addEventListener("click", function () {
       var link = document.createElement("a");
@@ -143,11 +143,11 @@
       link.click();
       setTimeout(function () { URL.revokeObjectURL(link.href); }, 1000);
     });
-    this.element.querySelector(".dl-caption").appendChild(button);
+    this.element.querySelector(".book-caption").appendChild(button);
   };
 
   function start() {
-    var figures = Array.prototype.map.call(document.querySelectorAll(".dl-figure"), function (el, i) { return new Figure(el, i); });
+    var figures = Array.prototype.map.call(document.querySelectorAll(".book-figure"), function (el, i) { return new Figure(el, i); });
     figures.forEach(function (figure) { figure.draw(); });
     new MutationObserver(function () {
       figures.forEach(function (figure) { figure.retheme(); });
