@@ -77,7 +77,8 @@ def commands(part: str) -> list[list[str]]:
             [str(Path(python).parent / "lint-imports")],
         ]
     folders = folders_of(part)
-    tested = [[*pytest, "-n", "2", "--dist", "loadfile", *folders]] if folders else []
+    spread = "load" if part == "book" else "loadfile"  # the browser's pages are one file
+    tested = [[*pytest, "-n", "2", "--dist", spread, *folders]] if folders else []
     if part == "notebooks" and notebooks():
         nbval = ["-p", "tests.notebooks.plugin", "--nbval", "--nbval-current-env", "--nbval-cell-timeout", "120"]
         tested.append([*pytest, "-n", "2", "--dist", "loadfile", *nbval, "--timeout", "600", *notebooks()])

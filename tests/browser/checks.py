@@ -129,12 +129,12 @@ def accessibility(page: Page) -> list[str]:
     return faults
 
 
-def inspect(page: Page, base: str, address: str, *, axe: bool = True) -> list[str]:
+def inspect(page: Page, base: str, address: str, *, axe: bool = True, wait_ms: float = 10_000) -> list[str]:
     """Open a page and return all its faults."""
     traffic = Traffic(base)
     unwatch = traffic.watch(page)
     page.goto(base + address, wait_until="load")
-    settle(page)
+    settle(page, wait_ms)
     faults = drawing(page) + (accessibility(page) if axe else [])
     unwatch()
     return traffic.faults + faults

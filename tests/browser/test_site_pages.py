@@ -9,11 +9,10 @@ import pytest
 from tests.browser.checks import FIGURE, accessibility, drawing, inspect, settle
 from tests.browser.conftest import HTML, serve
 
-PAGES = sorted(
-    path.relative_to(HTML).as_posix()
-    for path in HTML.rglob("*.html")
-    if not path.relative_to(HTML).parts[0].startswith("_")
-)
+REDIRECT = re.compile(r'<meta http-equiv="refresh" content="0; *url=([^"]+)"', re.IGNORECASE)
+FILES = sorted(path for path in HTML.rglob("*.html") if not path.relative_to(HTML).parts[0].startswith("_"))
+REDIRECTS = [path for path in FILES if REDIRECT.search(path.read_text(encoding="utf-8"))]
+PAGES = [path.relative_to(HTML).as_posix() for path in FILES if path not in REDIRECTS]
 
 
 def figure_pages() -> list[str]:
@@ -31,8 +30,14 @@ def test_the_book_has_pages_and_figures(site: str) -> None:
 def test_page(address: str, scheme: str, site: str, open_page) -> None:
     page = open_page(scheme)
     assert inspect(page, site, address) == []
-    if address != "index.html":
-        assert page.evaluate("() => document.documentElement.dataset.theme") == scheme
+    assert page.evaluate("() => document.documentElement.dataset.theme") == scheme
+
+
+def test_redirects_lead_to_pages(site: str) -> None:
+    for path in REDIRECTS:
+        match = REDIRECT.search(path.read_text(encoding="utf-8"))
+        assert match is not None
+        assert (path.parent / match.group(1)).is_file(), f"{path.name} leads to {match.group(1)}"
 
 
 def test_a_page_opens_from_its_file(open_page) -> None:
@@ -106,7 +111,7 @@ def test_a_planted_fault_is_found(change, message: str, tmp_path: Path, site: st
     address = broken_copy(tmp_path, change)
     server, base = serve(tmp_path)
     try:
-        faults = inspect(open_page(), base, address)
+        faults = inspect(open_page(), base, address, wait_ms=2_000)
     finally:
         server.shutdown()
         shutil.rmtree(tmp_path, ignore_errors=True)
