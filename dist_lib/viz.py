@@ -150,7 +150,9 @@ def figure(
     return fig
 
 
-def line(x: Sequence[Any], y: Sequence[Any], name: str, *, index: int = 0, color: str | None = None, **more: Any) -> Any:
+def line(
+    x: Sequence[Any], y: Sequence[Any], name: str, *, index: int = 0, color: str | None = None, **more: Any
+) -> Any:
     """One curve; ``index`` picks colour and dash together, so that curves differ without colour too."""
     style = {"color": color or SERIES[index % len(SERIES)], "dash": DASHES[index % len(DASHES)], "width": 2.5}
     return go.Scatter(x=list(x), y=list(y), name=name, mode="lines", line=style, **more)
@@ -161,7 +163,9 @@ def bar(x: Sequence[Any], y: Sequence[Any], name: str, *, color: str, **more: An
     return go.Bar(x=list(x), y=list(y), name=name, marker={"color": color}, **more)
 
 
-def timeline(spans: Sequence[tuple[str, float, float, str]], *, labels: Mapping[str, str] = {}, **more: Any) -> list[Any]:
+def timeline(
+    spans: Sequence[tuple[str, float, float, str]], *, labels: Mapping[str, str] = {}, **more: Any
+) -> list[Any]:
     """Boxes on rows, one trace for each kind of work.
 
     Args:
@@ -175,7 +179,7 @@ def timeline(spans: Sequence[tuple[str, float, float, str]], *, labels: Mapping[
     for row, begin, end, kind in spans:
         if kind not in WORK or end < begin:
             raise ValueError(f"span {(row, begin, end, kind)}: kinds are {sorted(WORK)}, and an end follows its begin")
-    traces = []
+    traces, names = [], labels or {}
     for kind in dict.fromkeys(s[3] for s in spans):
         mine = [s for s in spans if s[3] == kind]
         traces.append(
@@ -184,10 +188,10 @@ def timeline(spans: Sequence[tuple[str, float, float, str]], *, labels: Mapping[
                 y=[s[0] for s in mine],
                 base=[s[1] for s in mine],
                 x=[s[2] - s[1] for s in mine],
-                name=labels.get(kind, kind),
+                name=names.get(kind, kind),
                 marker={"color": WORK[kind], "line": {"width": 0}},
                 customdata=[s[2] for s in mine],
-                hovertemplate="%{y}: %{base:.3g} to %{customdata:.3g}<extra>" + labels.get(kind, kind) + "</extra>",
+                hovertemplate="%{y}: %{base:.3g} to %{customdata:.3g}<extra>" + names.get(kind, kind) + "</extra>",
                 **more,
             )
         )

@@ -29,7 +29,8 @@ def figure_html(data: dict[str, Any]) -> str:
     return (
         f'<figure class="book-figure" data-traces="{len(data.get("data", []))}">'
         f'<div class="book-controls"></div>'
-        f'<div class="book-plot" role="img" aria-label="{html.escape(alt, quote=True)}" style="min-height:{height}px"></div>'
+        f'<div class="book-plot" role="img" aria-label="{html.escape(alt, quote=True)}" '
+        f'style="min-height:{height}px"></div>'
         f'<script type="application/json" class="book-data">{body}</script>'
         f'<figcaption class="book-caption"><span>{html.escape(alt)}</span></figcaption>'
         f"</figure>"

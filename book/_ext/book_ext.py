@@ -14,7 +14,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from docutils import nodes
 from docutils.parsers.rst import directives
@@ -100,7 +100,7 @@ class ClaimRole(SphinxRole):
 class ClaimsTable(SphinxDirective):
     """``{claims-table}``: the ledger, or the part whose ids begin with ``:prefix:``; filters with ``:filters:``."""
 
-    option_spec = {"prefix": directives.unchanged, "filters": directives.flag}
+    option_spec: ClassVar = {"prefix": directives.unchanged, "filters": directives.flag}
 
     def run(self) -> list[nodes.Node]:
         """Insert one HTML table."""
