@@ -162,7 +162,7 @@ def commit(root: Path | None = None) -> str:
         dirty = subprocess.run(["git", "status", "--porcelain", "--untracked-files=no"], **options).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
-    return head + ("+" if dirty else "")
+    return str(head) + ("+" if dirty else "")
 
 
 def peak_memory_bytes() -> int:
