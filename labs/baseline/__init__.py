@@ -1,0 +1,1 @@
+"""Lab: one training step, weighed. The control that every other lab is compared with."""

@@ -1,0 +1,133 @@
+"""Train the small decoder on the corpus with AdamW, predict what a step needs, and count it.
+
+Data parallel on any number of ranks; one process with ``shards = N`` is the exact twin of N ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dist_lib import viz
+from dist_lib.comm import ExactReducer, NetworkModel, agree
+from dist_lib.models import Decoder, activation_bytes, get_config, parameter_counts, training_flops
+from dist_lib.results import RunRecord
+from dist_lib.tasks import BatchSampler, load_corpus
+from labs.framework import Lab, RunContext
+from labs.training import DataParallelStep, train, validation_loss
+
+PARTS = ("forward", "backward", "communication", "optimizer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Settings.
+
+    Attributes:
+        model: name of a decoder configuration.
+        steps: optimizer steps.
+        batch_size: sequences in the global batch.
+        seq_len: tokens in a sequence.
+        lr, weight_decay: of AdamW.
+        shards: pieces of the global batch; 0 is one for each rank; a multiple of the ranks otherwise.
+        ordered: add gradients in rank order (bits of the single-process twin) instead of the backend's order.
+        save_every: steps between saved states; 0 never saves.
+    """
+
+    model: str
+    steps: int
+    batch_size: int
+    seq_len: int
+    lr: float = 3e-3
+    weight_decay: float = 0.1
+    shards: int = 0
+    ordered: bool = True
+    save_every: int = 50
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "seq_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
+        if self.lr <= 0 or self.weight_decay < 0 or self.shards < 0 or self.save_every < 0:
+            raise ValueError("lr must be above 0; weight_decay, shards and save_every at least 0")
+
+
+def payload_bytes_per_step(parameters: int, world_size: int) -> int:
+    """Bytes that a rank hands to collectives in a step: its float32 gradients and the loss; nothing when alone.
+
+    The same for an ordered sum (a gather) and an unordered one (an all-reduce); what a link carries differs, see
+    :meth:`dist_lib.comm.NetworkModel.wire_bytes`.
+    """
+    return 4 * (parameters + 1) if world_size > 1 else 0
+
+
+def run(config: Config, context: RunContext) -> dict[str, Any]:
+    """Train and weigh; called on every rank."""
+    agree(config, what="the configuration")
+    shape = get_config(config.model)
+    corpus = load_corpus()
+    model = Decoder(shape, seed=context.seed).to(context.device)
+    sampler = BatchSampler(corpus.train, batch_size=config.batch_size, seq_len=config.seq_len, seed=context.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay, betas=(0.9, 0.95))
+    step = DataParallelStep(model, sampler, context, ExactReducer(ordered=config.ordered), shards=config.shards)
+    losses = train(step, [optimizer], steps=config.steps, save_every=config.save_every)
+    agree(list(model.state_dict().values()), what="the trained weights")
+    return _metrics(config, context, model, step, losses)
+
+
+def _metrics(
+    config: Config, context: RunContext, model: Decoder, step: DataParallelStep, losses: list[float]
+) -> dict[str, Any]:
+    world, parameters = context.dist.world_size, parameter_counts(model.config).total
+    rows = -(-config.batch_size // step.shards)
+    seconds = {part: context.timings.get(part, 0.0) for part in PARTS}
+    busy = sum(seconds.values())
+    flops = training_flops(model.config, config.batch_size, config.seq_len)
+    payload = payload_bytes_per_step(parameters, world)
+    op = "all_gather" if config.ordered else "all_reduce"
+    metrics: dict[str, Any] = {
+        "parameters": parameters,
+        "final_loss": losses[-1] if losses else float(context.history[-1]["loss"]),
+        "validation_loss": validation_loss(model, load_corpus(), seq_len=config.seq_len),
+        "flops_per_step": flops.total,
+        "held_bytes_predicted": activation_bytes(model.config, rows, config.seq_len),
+        "held_bytes_counted": step.count.held_bytes,
+        "payload_bytes_predicted": payload,
+        "payload_bytes_counted": step.count.comm_bytes,
+        "link_bytes_per_step": float(NetworkModel.wire_bytes(op, payload, world)),
+        "tokens_per_s": len(losses) * config.batch_size * config.seq_len / busy if busy else 0.0,
+        "gflops_per_s": flops.total * len(losses) / busy / 1e9 if busy else 0.0,
+    }
+    return {**metrics, **{f"{part}_share": s / busy if busy else 0.0 for part, s in seconds.items()}}
+
+
+def figures(record: RunRecord) -> list[Any]:
+    """The loss, and where the time went."""
+    steps = [row["step"] for row in record.history]
+    loss = viz.figure(
+        title="Loss on the corpus",
+        x="step",
+        y="loss (nats a byte)",
+        alt=f"Training loss of each step; it ends at {record.history[-1]['loss']:.2f} nats a byte.",
+        traces=[viz.line(steps, [row["loss"] for row in record.history], "AdamW", color=viz.PAPER["baseline"])],
+    )
+    kinds = [p for p in PARTS if record.metrics.get(f"{p}_share")]
+    shares = [100 * record.metrics[f"{p}_share"] for p in kinds]
+    time = viz.figure(
+        title="Where the time of a step goes",
+        x="part of the step",
+        y="share (%)",
+        alt="Shares of a step's time: " + ", ".join(f"{p} {s:.0f} %" for p, s in zip(kinds, shares, strict=True)),
+        traces=[viz.bar([p], [s], p, color=viz.WORK[p]) for p, s in zip(kinds, shares, strict=True)],
+    )
+    return [loss, time]
+
+
+LAB = Lab("baseline", "One training step, weighed", Config, run, figures)
+
+if __name__ == "__main__":
+    from labs.cli import lab_main
+
+    lab_main(LAB)
