@@ -18,10 +18,12 @@ from typing import Any, ClassVar
 
 from docutils import nodes
 from docutils.parsers.rst import directives
+from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective, SphinxRole
 
 ROOT = Path(__file__).resolve().parents[2]
+CLAIMS_PAGE = "book/claims"
 PLACEHOLDER = "https://github.com/ORG/REPO"
 
 
@@ -38,6 +40,13 @@ def copy_assets(app: Sphinx) -> None:
     carrier = importlib.metadata.distribution("sphinx-mathjax-offline")
     found = [f for f in carrier.files or [] if f.name == "tex-svg.js"]
     shutil.copy(str(found[0].locate()), static / "mathjax" / "tex-svg.js")
+
+
+def drop_thebe(app: Sphinx, config: Any) -> None:
+    """Keep sphinx-thebe's scripts out of the pages: they need a network, and throw when loaded twice."""
+    for name, listeners in app.events.listeners.items():
+        kept = [one for one in listeners if not one.handler.__module__.startswith("sphinx_thebe")]
+        app.events.listeners[name] = kept
 
 
 def hide_buttons(app: Sphinx, config: Any) -> None:
@@ -61,6 +70,20 @@ def load_equations(chapter: str) -> dict[str, Any]:
     return {e.label: e for e in module.EQUATIONS}
 
 
+def api_reference(name: str, docname: str) -> nodes.Node:
+    """A name of the library as code; it links to its API page where there is one."""
+    node = addnodes.pending_xref(
+        "", refdomain="py", reftype="obj", reftarget=name, refdoc=docname, refexplicit=True, book_optional=True
+    )
+    node += nodes.literal(text=name)
+    return node
+
+
+def leave_unlinked(app: Sphinx, env: Any, node: Any, contnode: nodes.Node) -> nodes.Node | None:
+    """An optional reference without a target stays plain text; others are reported as usual."""
+    return contnode if node.get("book_optional") else None
+
+
 class EquationDirective(SphinxDirective):
     """``{equation} chapter/label``: a numbered equation that a test compares with the library."""
 
@@ -68,7 +91,7 @@ class EquationDirective(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Insert the formula under the label ``eq-chapter-label``, and a link to what it is tied to."""
-        chapter, _, label = self.arguments[0].partition("/")
+        chapter, _, label = self.arguments[0].rpartition("/")
         path = ROOT / "book" / chapter / "equations.py"
         self.env.note_dependency(str(path))
         equations = load_equations(chapter)
@@ -76,10 +99,13 @@ class EquationDirective(SphinxDirective):
             raise self.error(f"no equation {label!r} in {path.relative_to(ROOT)}; there are {sorted(equations)}")
         equation = equations[label]
         name = f"eq-{chapter}-{label}"
-        text = [f"```{{math}}\n:label: {name}\n{equation.latex}\n```"]
+        found = self.parse_text_to_nodes(f"```{{math}}\n:label: {name}\n{equation.latex.strip()}\n```")
         if equation.implemented_by:
-            text.append(f"\n{{.book-tie}}\nComputed by `{equation.implemented_by}`; a test compares the two.")
-        return self.parse_text_to_nodes("\n".join(text))
+            tie = nodes.paragraph(classes=["book-tie"])
+            code = api_reference(equation.implemented_by, self.env.docname)
+            tie += [nodes.Text("Computed by "), code, nodes.Text("; a test compares the two.")]
+            found.append(tie)
+        return found
 
 
 class ClaimRole(SphinxRole):
@@ -89,12 +115,18 @@ class ClaimRole(SphinxRole):
         """Insert the number with a link to its row in the ledger."""
         from dist_lib.claims import load_claims
 
+        self.env.note_dependency(str(ROOT / "data" / "claims.toml"))
         claims = load_claims(ROOT / "data" / "claims.toml")
         if self.text not in claims:
             message = self.inliner.reporter.error(f"no claim {self.text!r} in data/claims.toml", line=self.lineno)
             return [], [message]
         claim = claims[self.text]
-        return [nodes.inline(text=claim.shown(), classes=["book-claim"])], []
+        if CLAIMS_PAGE not in self.env.found_docs:
+            return [nodes.inline(text=claim.shown(), classes=["book-claim"])], []
+        uri = self.env.app.builder.get_relative_uri(self.env.docname, CLAIMS_PAGE) + f"#claim-{claim.id}"
+        title = f"{claim.label}: {claim.statement}"
+        link = nodes.reference(text=claim.shown(), refuri=uri, reftitle=title, internal=True, classes=["book-claim"])
+        return [link], []
 
 
 class ClaimsTable(SphinxDirective):
@@ -148,14 +180,35 @@ class StatusDirective(SphinxDirective):
                 rows += [f"\n**{title}**\n", "| what | value |", "|---|---|"]
                 rows += [f"| {k.replace('_', ' ')} | {v} |" for k, v in entries.items()]
         if status.get("notebooks"):
-            rows += ["\n**Notebooks**\n", "| page | run time (s) | peak memory (MiB) |", "|---|---:|---:|"]
+            rows += ["\n**Notebooks**\n", "| page | run time (s) | peak memory (GiB) |", "|---|---:|---:|"]
             for name, entry in sorted(status["notebooks"].items()):
-                peak = entry.get("peak_mib")
-                rows.append(f"| `{name}` | {entry['seconds']:.0f} | {'' if peak is None else f'{peak:.0f}'} |")
-        if status.get("parts"):
-            rows += ["\n**Parts of the tests**\n", "| part | minutes |", "|---|---:|"]
-            rows += [f"| {name} | {minutes:.1f} |" for name, minutes in status["parts"].items()]
+                peak = entry.get("peak_memory_gib")
+                rows.append(f"| `{name}` | {entry['seconds']:.0f} | {'' if peak is None else f'{peak:.2f}'} |")
+        if status.get("tests"):
+            counts = ("passed", "failed", "skipped")
+            rows += [
+                "\n**Parts of the tests**\n",
+                f"| part | minutes | {' | '.join(counts)} |",
+                "|---|---:|---:|---:|---:|",
+            ]
+            for name, part in status["tests"].items():
+                shown = " | ".join(str(part.get(c, "")) for c in counts)
+                rows.append(f"| {name} | {part['minutes']:.1f} | {shown} |")
         return self.parse_text_to_nodes("\n".join(rows) if rows else "Nothing has been measured yet.")
+
+
+def resolve(name: str) -> Any:
+    """The object of a dotted name: a module's function or class, or a method of a class."""
+    parts = name.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        try:
+            value: Any = importlib.import_module(".".join(parts[:cut]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[cut:]:
+            value = getattr(value, part)
+        return value
+    raise ModuleNotFoundError(f"no module holds {name!r}")
 
 
 class SourceDirective(SphinxDirective):
@@ -165,12 +218,13 @@ class SourceDirective(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Insert the source of one object, with its file as a caption."""
-        module_name, _, name = self.arguments[0].rpartition(".")
-        value = inspect.unwrap(getattr(importlib.import_module(module_name), name))
+        value = inspect.unwrap(resolve(self.arguments[0]))
         file = Path(inspect.getsourcefile(value) or "")
         self.env.note_dependency(str(file))
         block = nodes.literal_block(text=inspect.getsource(value), language="python")
-        caption = nodes.paragraph(text=file.relative_to(ROOT).as_posix(), classes=["book-file"])
+        line = inspect.getsourcelines(value)[1]
+        caption = nodes.paragraph(text=f"{file.relative_to(ROOT).as_posix()}, line {line}: ", classes=["book-file"])
+        caption += api_reference(self.arguments[0], self.env.docname)
         return [nodes.container("", caption, block, classes=["book-source"])]
 
 
@@ -182,6 +236,8 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("source", SourceDirective)
     app.add_role("claim", ClaimRole())
     app.add_role("minutes", MinutesRole())
+    app.connect("config-inited", drop_thebe)
+    app.connect("missing-reference", leave_unlinked)
     app.connect("config-inited", hide_buttons, priority=900)
     app.connect("builder-inited", copy_assets)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

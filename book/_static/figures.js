@@ -30,19 +30,29 @@
     return /[",\n]/.test(text) ? '"' + text.replace(/"/g, '""') + '"' : text;
   }
 
+  // plotly.py packs numpy arrays as base64.
+  function values(data) {
+    if (!data || !data.bdata) return data || [];
+    var kinds = { i1: Int8Array, u1: Uint8Array, i2: Int16Array, u2: Uint16Array, i4: Int32Array, u4: Uint32Array, f4: Float32Array, f8: Float64Array };
+    var bytes = Uint8Array.from(atob(data.bdata), function (c) { return c.charCodeAt(0); });
+    var flat = Array.from(new kinds[data.dtype](bytes.buffer));
+    var shape = String(data.shape || "").split(",").map(Number);
+    if (shape.length !== 2) return flat;
+    return Array.from({ length: shape[0] }, function (_, i) { return flat.slice(i * shape[1], (i + 1) * shape[1]); });
+  }
+
   function csv(figure) {
-    var rows = [["trace", "setting", "x", "y", "z"]];
+    var rows = [["trace", "setting", "x", "y", "z", "base"]];
     figure.plot.data.forEach(function (trace) {
       var setting = Object.entries(trace.meta || {}).map(function (e) { return e.join("="); }).join("; ");
-      var xs = trace.x || [], ys = trace.y || [], zs = trace.z || [];
+      var xs = values(trace.x), ys = values(trace.y), zs = values(trace.z), bases = values(trace.base);
       var n = Math.max(xs.length, ys.length, zs.length);
       for (var i = 0; i < n; i++) {
         var z = zs[i];
         if (z && typeof z === "object") {
           for (var j = 0; j < z.length; j++) rows.push([trace.name, setting, xs[j], ys[i], z[j]]);
         } else {
-          var x = trace.base !== undefined && trace.orientation === "h" ? trace.base[i] + " + " + xs[i] : xs[i];
-          rows.push([trace.name, setting, x, ys[i], z]);
+          rows.push([trace.name, setting, xs[i], ys[i], z, bases[i]]);
         }
       }
     });
@@ -148,12 +158,21 @@
 
   function start() {
     var figures = Array.prototype.map.call(document.querySelectorAll(".book-figure"), function (el, i) { return new Figure(el, i); });
-    figures.forEach(function (figure) { figure.draw(); });
+    // One after another, those on the screen first, so that a page with many figures stays responsive.
+    var distance = function (figure) {
+      var box = figure.element.getBoundingClientRect();
+      return box.bottom < 0 ? innerHeight - box.bottom : box.top;
+    };
+    var queue = figures.slice().sort(function (a, b) { return distance(a) - distance(b); });
+    (function next() {
+      var figure = queue.shift();
+      if (figure) figure.draw().then(function () { setTimeout(next, 0); });
+    })();
     new MutationObserver(function () {
       figures.forEach(function (figure) { figure.retheme(); });
     }).observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme"] });
     window.addEventListener("beforeprint", function () {
-      figures.forEach(function (figure) { Plotly.Plots.resize(figure.plot); });
+      figures.forEach(function (figure) { if (figure.plot.layout) Plotly.Plots.resize(figure.plot); });
     });
   }
 
