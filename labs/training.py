@@ -131,8 +131,8 @@ def train(
     steps: int,
     save_every: int = 0,
     before_step: Callable[[int], None] | None = None,
-) -> list[float]:
-    """Train from saved state or from the start; return the loss of each step run here.
+) -> tuple[int, float]:
+    """Train from saved state or from the start; return the number of steps done here and the last loss.
 
     Args:
         step_fn: computes gradients.
@@ -142,13 +142,13 @@ def train(
         before_step: called with the step, for learning-rate schedules.
     """
     context, model, opts = step_fn.context, step_fn.model, list(optimizers)
-    first, losses = 0, []
+    first, loss = 0, float("nan")
     state = context.load_state()
     if state is not None:
         model.load_state_dict(state["model"])
         for optimizer, saved in zip(opts, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        first = int(state["step"])
+        first, loss = int(state["step"]), float(state["loss"])
     for step in range(first, steps):
         if before_step is not None:
             before_step(step)
@@ -156,12 +156,12 @@ def train(
         with context.timed("optimizer"):
             for optimizer in opts:
                 optimizer.step()
-        losses.append(loss)
         context.log_step(step + 1, steps, loss=loss)
         if save_every and (step + 1) % save_every == 0:
-            context.save_state(_state(model, opts, step + 1))
-    return losses
+            context.save_state(_state(model, opts, step + 1, loss))
+    return steps - first, loss
 
 
-def _state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], step: int) -> dict[str, Any]:
-    return {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers], "step": step}
+def _state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], step: int, loss: float) -> dict[str, Any]:
+    saved = [o.state_dict() for o in optimizers]
+    return {"model": model.state_dict(), "optimizers": saved, "step": step, "loss": loss}

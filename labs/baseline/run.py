@@ -72,13 +72,13 @@ def run(config: Config, context: RunContext) -> dict[str, Any]:
     sampler = BatchSampler(corpus.train, batch_size=config.batch_size, seq_len=config.seq_len, seed=context.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, weight_decay=config.weight_decay, betas=(0.9, 0.95))
     step = DataParallelStep(model, sampler, context, ExactReducer(ordered=config.ordered), shards=config.shards)
-    losses = train(step, [optimizer], steps=config.steps, save_every=config.save_every)
+    steps, loss = train(step, [optimizer], steps=config.steps, save_every=config.save_every)
     agree(list(model.state_dict().values()), what="the trained weights")
-    return _metrics(config, context, model, step, losses)
+    return _metrics(config, context, model, step, steps, loss)
 
 
 def _metrics(
-    config: Config, context: RunContext, model: Decoder, step: DataParallelStep, losses: list[float]
+    config: Config, context: RunContext, model: Decoder, step: DataParallelStep, steps: int, loss: float
 ) -> dict[str, Any]:
     world, parameters = context.dist.world_size, parameter_counts(model.config).total
     rows = -(-config.batch_size // step.shards)
@@ -89,7 +89,7 @@ def _metrics(
     op = "all_gather" if config.ordered else "all_reduce"
     metrics: dict[str, Any] = {
         "parameters": parameters,
-        "final_loss": losses[-1] if losses else float(context.history[-1]["loss"]),
+        "final_loss": loss,
         "validation_loss": validation_loss(model, load_corpus(), seq_len=config.seq_len),
         "flops_per_step": flops.total,
         "held_bytes_predicted": activation_bytes(model.config, rows, config.seq_len),
@@ -97,8 +97,8 @@ def _metrics(
         "payload_bytes_predicted": payload,
         "payload_bytes_counted": step.count.comm_bytes,
         "link_bytes_per_step": float(NetworkModel.wire_bytes(op, payload, world)),
-        "tokens_per_s": len(losses) * config.batch_size * config.seq_len / busy if busy else 0.0,
-        "gflops_per_s": flops.total * len(losses) / busy / 1e9 if busy else 0.0,
+        "tokens_per_s": steps * config.batch_size * config.seq_len / busy if busy else 0.0,
+        "gflops_per_s": flops.total * steps / busy / 1e9 if busy else 0.0,
     }
     return {**metrics, **{f"{part}_share": s / busy if busy else 0.0 for part, s in seconds.items()}}
 
@@ -114,6 +114,8 @@ def figures(record: RunRecord) -> list[Any]:
         traces=[viz.line(steps, [row["loss"] for row in record.history], "AdamW", color=viz.PAPER["baseline"])],
     )
     kinds = [p for p in PARTS if record.metrics.get(f"{p}_share")]
+    if not kinds:  # a resumed run that had nothing left to do
+        return [loss]
     shares = [100 * record.metrics[f"{p}_share"] for p in kinds]
     time = viz.figure(
         title="Where the time of a step goes",
