@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -83,6 +83,12 @@ class DataParallelStep:
         self.mine = shard_range(context.dist.rank, context.dist.world_size, self.shards)
         self.count = StepCount()
 
+    @property
+    def rows_of_counted_shard(self) -> int:
+        """Sequences in this rank's first shard, the one whose held bytes are counted."""
+        first, rows = self.mine[0], self.sampler.batch_size
+        return (first + 1) * rows // self.shards - first * rows // self.shards
+
     def __call__(self, step: int, *, counted: bool = False) -> float:
         """Fill ``.grad`` of every parameter for one step; return the global mean loss.
 
@@ -149,6 +155,7 @@ def train(
         for optimizer, saved in zip(opts, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         first, loss = int(state["step"]), float(state["loss"])
+        step_fn.count = StepCount(**state["count"])  # for a run that has nothing left to do
     for step in range(first, steps):
         if before_step is not None:
             before_step(step)
@@ -158,10 +165,12 @@ def train(
                 optimizer.step()
         context.log_step(step + 1, steps, loss=loss)
         if save_every and (step + 1) % save_every == 0:
-            context.save_state(_state(model, opts, step + 1, loss))
+            context.save_state(_state(model, opts, step + 1, loss, step_fn.count))
     return steps - first, loss
 
 
-def _state(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], step: int, loss: float) -> dict[str, Any]:
+def _state(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], step: int, loss: float, count: StepCount
+) -> dict[str, Any]:
     saved = [o.state_dict() for o in optimizers]
-    return {"model": model.state_dict(), "optimizers": saved, "step": step, "loss": loss}
+    return {"model": model.state_dict(), "optimizers": saved, "step": step, "loss": loss, "count": asdict(count)}

@@ -1,6 +1,8 @@
 """Shapes of decoders by name: from one that trains in seconds to those that the four papers measure.
 
-A :class:`DecoderConfig` is numbers only. Published shapes come from the models' public configuration files.
+A :class:`DecoderConfig` is numbers only. Published shapes come from the models' public configuration files. Two
+families are not quite this decoder and only their matrices are the published ones: Qwen2.5 also has biases on queries,
+keys and values, and OLMo's norms have no weights. Those shapes serve to plan and to count, not to load the models.
 """
 
 from __future__ import annotations
@@ -95,6 +97,10 @@ CONFIGS: Mapping[str, DecoderConfig] = MappingProxyType(
         "llama2-13b": _llama(5120, 40, 40, 40, 13_824),
         "llama3.2-1b": _llama(2048, 16, 32, 8, 8192, vocab=128_256, seq=131_072, theta=500_000.0, tied=True),
         "llama3.2-3b": _llama(3072, 28, 24, 8, 8192, vocab=128_256, seq=131_072, theta=500_000.0, tied=True),
+        "olmo-1b": _llama(2048, 16, 16, 16, 8192, vocab=50_304, seq=2048, tied=True),
+        "qwen2.5-0.5b": _llama(896, 24, 14, 2, 4864, vocab=151_936, seq=32_768, theta=1_000_000.0, tied=True),
+        "qwen2.5-1.5b": _llama(1536, 28, 12, 2, 8960, vocab=151_936, seq=131_072, theta=1_000_000.0, tied=True),
+        "qwen2.5-7b": _llama(3584, 28, 28, 4, 18_944, vocab=152_064, seq=131_072, theta=1_000_000.0),
         "codellama-34b": _llama(8192, 48, 64, 8, 22_016, seq=16_384, theta=1_000_000.0),
         "llama3-8b": _llama(4096, 32, 32, 8, 14_336, vocab=128_256, seq=8192, theta=500_000.0),
     }

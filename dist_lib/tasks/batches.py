@@ -33,10 +33,15 @@ class BatchSampler:
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Inputs and next-token targets of one step, both (batch_size, seq_len) int64."""
+        return self._rows(step, 0, self.batch_size)
+
+    def _rows(self, step: int, begin: int, end: int) -> tuple[Tensor, Tensor]:
+        """Rows of the global batch in storage of their own: a view would keep the whole batch alive for backward."""
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
         starts = torch.randint(0, len(self.tokens) - self.seq_len, (self.batch_size, 1), generator=generator)
-        rows = self.tokens[starts + torch.arange(self.seq_len + 1)].long()
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+        rows = self.tokens[starts[begin:end] + torch.arange(self.seq_len + 1)].long()
+        keep = torch.contiguous_format
+        return rows[:, :-1].clone(memory_format=keep), rows[:, 1:].clone(memory_format=keep)
 
     def shard(self, step: int, rank: int, world_size: int) -> tuple[Tensor, Tensor]:
         """This rank's rows of :meth:`batch`: contiguous blocks in rank order, sizes differing by at most one.
@@ -51,5 +56,4 @@ class BatchSampler:
             )
         begin = rank * self.batch_size // world_size
         end = (rank + 1) * self.batch_size // world_size
-        tokens, targets = self.batch(step)
-        return tokens[begin:end], targets[begin:end]
+        return self._rows(step, begin, end)

@@ -81,7 +81,7 @@ def _metrics(
     config: Config, context: RunContext, model: Decoder, step: DataParallelStep, steps: int, loss: float
 ) -> dict[str, Any]:
     world, parameters = context.dist.world_size, parameter_counts(model.config).total
-    rows = -(-config.batch_size // step.shards)
+    rows = step.rows_of_counted_shard
     seconds = {part: context.timings.get(part, 0.0) for part in PARTS}
     busy = sum(seconds.values())
     flops = training_flops(model.config, config.batch_size, config.seq_len)

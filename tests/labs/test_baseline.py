@@ -41,12 +41,15 @@ def test_ranks_equal_their_single_process_twin_bit_for_bit(world_size, tmp_path)
     assert all(r[0]["validation_loss"] == metrics["validation_loss"] for r in ranks)
     expected = payload_bytes_per_step(metrics["parameters"], world_size)
     assert all(r[0]["payload_bytes_counted"] == expected for r in ranks)
+    assert all(r[0]["held_bytes_counted"] == r[0]["held_bytes_predicted"] > 0 for r in ranks)
 
 
 def test_unordered_sums_and_uneven_shards_stay_close_to_the_whole_batch(tmp_path):
     whole = trained(SMALL, tmp_path)[1]
     uneven = dataclasses.replace(SMALL, shards=3)
-    assert trained(uneven, tmp_path)[1] == pytest.approx(whole, rel=1e-5)
+    metrics, losses = trained(uneven, tmp_path)
+    assert losses == pytest.approx(whole, rel=1e-5)
+    assert metrics["held_bytes_counted"] == metrics["held_bytes_predicted"]
     loose = launch(trained, world_size=2, args=(dataclasses.replace(SMALL, ordered=False), str(tmp_path)))
     assert loose[0][1] == pytest.approx(whole, rel=1e-5)
 
@@ -61,8 +64,11 @@ def test_what_is_predicted_is_what_is_counted(tmp_path):
 def test_a_resumed_run_has_the_same_bits(tmp_path):
     full = trained(dataclasses.replace(SMALL, steps=4), tmp_path / "full")[1]
     trained(dataclasses.replace(SMALL, steps=2), tmp_path / "cut")
-    resumed = trained(dataclasses.replace(SMALL, steps=4), tmp_path / "cut", resumed=True)[1]
+    metrics, resumed = trained(dataclasses.replace(SMALL, steps=4), tmp_path / "cut", resumed=True)
     assert resumed == full
+    again, _ = trained(dataclasses.replace(SMALL, steps=4), tmp_path / "cut", resumed=True)  # nothing left to do
+    for key in ("final_loss", "validation_loss", "held_bytes_counted"):
+        assert again[key] == metrics[key] > 0, key
 
 
 def run_and_die(config, directory):

@@ -30,6 +30,12 @@ PUBLISHED = {  # totals on the public model cards and in the safetensors metadat
     "codellama-34b": 33_743_970_304,
     "llama3-8b": 8_030_261_248,
 }
+NEARLY = {  # published total, and how many of it this decoder has not: biases of q, k, v; minus the weights of norms
+    "qwen2.5-0.5b": (494_032_768, 24 * (896 + 2 * 128)),
+    "qwen2.5-1.5b": (1_543_714_304, 28 * (1536 + 2 * 256)),
+    "qwen2.5-7b": (7_615_616_512, 28 * (3584 + 2 * 512)),
+    "olmo-1b": (1_176_764_416, -(2 * 16 + 1) * 2048),
+}
 ODD = DecoderConfig(
     vocab_size=37, d_model=24, n_layers=3, n_heads=4, n_kv_heads=2, d_ff=20, max_seq_len=64, tie_embeddings=True
 )
@@ -44,6 +50,19 @@ def _batch(config, batch, seq):
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_totals_are_the_published_ones(name):
     assert parameter_counts(CONFIGS[name]).total == PUBLISHED[name]
+
+
+@pytest.mark.parametrize("name", sorted(NEARLY))
+def test_totals_of_other_families_differ_by_what_is_said(name):
+    published, missing = NEARLY[name]
+    assert parameter_counts(CONFIGS[name]).total + missing == published
+
+
+def test_every_configuration_builds_and_has_the_counted_parameters():
+    for name, config in CONFIGS.items():
+        with torch.device("meta"):
+            model = Decoder(config)
+        assert sum(p.numel() for p in model.parameters()) == parameter_counts(config).total, name
 
 
 @pytest.mark.parametrize("config", [ODD, UNGROUPED, get_config("tiny-0.3m")], ids=["odd", "ungrouped", "tiny"])

@@ -33,6 +33,7 @@ def test_shards_are_the_global_batch(world_size):
     assert torch.equal(torch.cat([s[1] for s in shards]), targets)
     assert torch.equal(tokens[:, 1:], targets[:, :-1]) and torch.equal(tokens + 1, targets)
     assert all(len(s[0]) for s in shards)
+    assert all(t.untyped_storage().nbytes() == t.nbytes for s in shards for t in s)  # none keeps the whole batch alive
 
 
 def test_steps_and_seeds_differ_and_repeat():
