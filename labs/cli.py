@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from dist_lib import results
-from dist_lib.comm import LaunchError
+from dist_lib.comm import LaunchError, choose_device
 from labs.framework import SCALES, Lab, LabError, RunSettings, find_lab, lab_names, load_scale
 from labs.grading import exercise_names, grade_file
 from labs.report import shown, write_report
@@ -28,8 +28,9 @@ RUNS = Path("runs")
 
 def fail(error: BaseException) -> typer.Exit:
     """Print an error of the caller or of a rank, and return the exit to raise."""
-    errors.print(f"[bold red]error:[/] {type(error).__name__ if not isinstance(error, LabError) else ''}", end=" ")
-    errors.print(str(error), markup=False, highlight=False, soft_wrap=True)
+    kind = "" if isinstance(error, LabError) else f"{type(error).__name__}: "
+    errors.print("[bold red]error:[/]", end=" ")
+    errors.print(f"{kind}{error}", markup=False, highlight=False, soft_wrap=True)
     return typer.Exit(1)
 
 
@@ -82,12 +83,21 @@ def _run_shown(lab: Lab, request: Request, settings: RunSettings) -> results.Run
         return execute(request, settings, on_step=on_step, on_line=on_line)
 
 
+def _require_device(run: RunSettings) -> None:
+    try:
+        choose_device(run.device, run.world_size - 1, run.world_size)
+    except ValueError as error:
+        raise LabError(str(error)) from error
+
+
 @app.command()
 def run(
     lab: Annotated[str, typer.Argument(help="name of the lab, see `list`")],
-    scale: Annotated[str, typer.Option(help="toy, ranks, gpu, cluster, or a TOML file of your own")] = "toy",
+    scale: Annotated[
+        str | None, typer.Option(help="toy, ranks, gpu, cluster, or a TOML file of your own", show_default="toy")
+    ] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="key=value; run.key=value for [run]")] = None,
-    seed: Annotated[int, typer.Option(help="seed of weights and batches")] = 0,
+    seed: Annotated[int | None, typer.Option(help="seed of weights and batches", show_default="0")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda")] = None,
     world_size: Annotated[int | None, typer.Option(help="number of processes")] = None,
     out: Annotated[Path, typer.Option(help="folder for runs")] = RUNS,
@@ -95,18 +105,25 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show the configuration and stop")] = False,
 ) -> None:
     """Run a lab at a scale; under torchrun, as one of its ranks."""
+    directory = out / lab
     try:
         found = find_lab(lab)
         if resume is not None:
-            if settings or world_size or device:
-                raise LabError(
-                    "--resume goes on with the settings of that run; leave out --set, --world-size, --device"
-                )
+            given = {
+                "--scale": scale,
+                "--set": settings,
+                "--seed": seed,
+                "--device": device,
+                "--world-size": world_size,
+            }
+            if extra := [name for name, value in given.items() if value not in (None, [])]:
+                raise LabError(f"--resume goes on with the settings of that run; leave out {', '.join(extra)}")
             directory = find_run(lab, resume, out)
             request, run_settings = read_request(directory, found)
         else:
+            scale = scale or SCALES[0]
             config, run_settings = load_scale(found, scale, settings or [])
-            changes = {"world_size": world_size, "device": device}
+            changes: dict[str, Any] = {"world_size": world_size, "device": device}
             run_settings = replace(run_settings, **{k: v for k, v in changes.items() if v is not None})
             directory = run_directory(lab, scale, out)
             request = Request(
@@ -114,7 +131,7 @@ def run(
                 module=f"labs.{lab}.run",
                 scale=Path(scale).stem,
                 config=config,
-                seed=seed,
+                seed=seed or 0,
                 directory=str(directory),
                 resumed=False,
             )
@@ -127,6 +144,7 @@ def run(
             console.print(request.config)
             console.print(run_settings)
             return
+        _require_device(run_settings)
         if resume is None:
             write_request(request, run_settings)
         record = _run_shown(found, request, run_settings)

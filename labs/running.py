@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable
@@ -77,6 +78,11 @@ def _on_rank(request: Request, on_step: Callable[[dict[str, Any]], None] | None,
         "device": str(ctx.device),
         "world_size": ctx.world_size,
     }
+
+
+def finite(values: dict[str, Any]) -> dict[str, Any]:
+    """The same numbers with None for NaN and infinity, which JSON has not: a diverged run is recorded as such."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
 def _print_step(row: dict[str, Any]) -> None:
@@ -149,6 +155,8 @@ def execute(
         raise
     finally:
         if os.environ.get("RANK", "0") == "0":
+            record.metrics = finite(record.metrics)
+            record.history = [finite(row) for row in record.history]
             results.save(record, directory)
     return record
 
