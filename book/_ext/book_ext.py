@@ -223,7 +223,8 @@ class SourceDirective(SphinxDirective):
         self.env.note_dependency(str(file))
         block = nodes.literal_block(text=inspect.getsource(value), language="python")
         line = inspect.getsourcelines(value)[1]
-        caption = nodes.paragraph(text=f"{file.relative_to(ROOT).as_posix()}, line {line}: ", classes=["book-file"])
+        home = Path(importlib.import_module(self.arguments[0].split(".")[0]).__file__ or "").resolve().parents[1]
+        caption = nodes.paragraph(text=f"{file.resolve().relative_to(home).as_posix()}, line {line}: ", classes=["book-file"])
         caption += api_reference(self.arguments[0], self.env.docname)
         return [nodes.container("", caption, block, classes=["book-source"])]
 
