@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # One lab on all GPUs of this machine, or on several machines that can reach each other.
-#
+# Usage:
 #   labs/templates/torchrun.sh baseline --scale gpu
 #   NODES=4 NODE=0 MASTER=first-machine:29500 labs/templates/torchrun.sh muon --scale cluster      (on each, NODE=0..3)
 #
