@@ -29,7 +29,7 @@ class ParameterCounts:
 
     @property
     def matrices(self) -> int:
-        """Parameters of the hidden matrices: what Muon would take."""
+        """Parameters of the hidden matrices, which Muon would take."""
         return self.attention + self.mlp
 
 

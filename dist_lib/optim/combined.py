@@ -146,7 +146,7 @@ class MuonWithAdamW(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
-        """Load what :meth:`state_dict` returned.
+        """Load what ``state_dict`` returned.
 
         Raises:
             ValueError: another number of groups or parameters.
