@@ -122,7 +122,7 @@ class RunContext:
         return self.directory / (STATE if self.dist.rank == 0 else f"state-{self.dist.rank}.pt")
 
     def save_state(self, state: Mapping[str, Any], *, every_rank: bool = False) -> None:
-        """Save what :meth:`load_state` returns after a restart, whole or not at all; rank 0 only unless ``every_rank``."""
+        """Save what :meth:`load_state` returns after a restart, whole or not at all (rank 0, or ``every_rank``)."""
         if not (self.dist.is_main or every_rank):
             return
         self.directory.mkdir(parents=True, exist_ok=True)
