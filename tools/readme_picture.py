@@ -44,7 +44,8 @@ def draw(scenario: Scenario) -> str:
             )
         end = LABEL + step.step_s * scale
         body.append(
-            f'<path d="M{end:.1f} {top - 4}V{top + block + 2}" stroke="{TEXT}" stroke-width="1.5" stroke-dasharray="3 3"/>'
+            f'<path d="M{end:.1f} {top - 4}V{top + block + 2}" stroke="{TEXT}" stroke-width="1.5" '
+            f'stroke-dasharray="3 3"/>'
         )
     x, y = float(LABEL), height - 22
     for kind, name in LEGEND:

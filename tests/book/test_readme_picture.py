@@ -29,7 +29,7 @@ def test_links_of_the_readme_lead_to_files() -> None:
 
 def test_the_readme_names_every_make_target_that_it_uses() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in set(re.findall(r"\bmake ([a-z]+)\b", README)):
+    for target in {a or b for a, b in re.findall(r"`make ([a-z]+)\b|^make ([a-z]+)\b", README, re.MULTILINE)}:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
