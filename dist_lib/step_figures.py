@@ -37,7 +37,7 @@ def step_figure(scenario: Scenario) -> Any:
         meta = {"method": label}
         boxes = viz.timeline(_spans(method, scenario), labels=KINDS, meta=meta)
         for box in boxes:
-            box.update(width=0.72, marker_line={"width": 1, "color": "rgba(255,255,255,0.75)"}, legendgroup=box.name)
+            box.update(width=0.72, marker_line={"width": 1, "color": "rgba(20,20,20,0.3)"}, legendgroup=box.name)
             if box.name == "idle":
                 box.update(marker={"color": viz.WORK["idle"], "opacity": 0.28, "line": {"width": 0}})
         traces += boxes

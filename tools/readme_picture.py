@@ -11,7 +11,7 @@ from dist_lib.viz import WORK
 
 PICTURE = Path(__file__).resolve().parent.parent / "book" / "_static" / "step.svg"
 SHOWN = ("baseline", "dmuon", "agoq", "async", "pulse")
-LABEL, WIDTH, LANE, GAP, TOP = 168, 700, 9, 16, 14
+LABEL, WIDTH, LANE, GAP, TOP = 186, 700, 9, 16, 14
 TEXT = "#7A828E"
 LEGEND = (
     ("forward", "forward"),
