@@ -1,0 +1,164 @@
+"""Newton-Schulz: the polar factor of a matrix, nearly, by matrix products alone.
+
+The float32 code here is the definition. Two forms give the same matrix in exact arithmetic: the *direct* one applies
+each quintic to the wide matrix; the *Gram* one iterates on the small Gram matrix and touches the wide one at the start,
+at each restart and at the end. All work is batched, also for one matrix, so that a matrix's bits do not depend on
+what it is batched with. On a GPU the symmetric products go through :func:`~dist_lib.ops.symmetric_matmul`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dist_lib.ops.coefficients import Coefficients, Triple, resolve
+from dist_lib.ops.symmetric import polynomial, symmetric_matmul
+
+Form = Literal["auto", "direct", "gram"]
+DEFAULT_RESTARTS = (2,)
+
+
+def normalise(x: Tensor) -> Tensor:
+    """Scale each matrix of (b, m, n) float32 to Frobenius norm 1; zero stays zero.
+
+    Divides by the largest magnitude first, in two factors, so that neither the squares nor the reciprocal over- or
+    underflow: the direction is the same for inputs scaled by 1e-30 or 1e30. A NaN or infinity makes its own matrix NaN.
+    """
+    largest = x.abs().amax(dim=(1, 2), keepdim=True)
+    exponent = torch.frexp(largest).exponent.clamp(-126, 126)
+    scaled = torch.ldexp(torch.ldexp(x, -(exponent // 2)), -(exponent - exponent // 2))
+    norm = torch.linalg.vector_norm(scaled, dim=(1, 2), keepdim=True)
+    return scaled / torch.where(norm == 0, torch.ones_like(norm), norm)
+
+
+def _padded(x: Tensor) -> Tensor:
+    """Zero rows and columns up to whole 64-byte lines. They change no product, and every matrix of a batch starts at
+    an aligned address: CPU matrix products differ in the last bit between aligned and unaligned operands."""
+    line = 64 // x.element_size()
+    m, n = x.shape[1:]
+    return torch.nn.functional.pad(x, (0, -n % line, 0, -m % line)).contiguous()
+
+
+def _direct(x: Tensor, triples: Sequence[Triple]) -> Tensor:
+    for a, b, c in triples:
+        gram = symmetric_matmul(x)
+        x = torch.baddbmm(x, polynomial(gram, 0.0, b, c), x, beta=a)
+    return x
+
+
+def _gram(x: Tensor, triples: Sequence[Triple], restarts: Sequence[int]) -> Tensor:
+    folds, q = {r for r in restarts if 0 < r < len(triples)}, None
+    gram = symmetric_matmul(x)
+    for step, (a, b, c) in enumerate(triples):
+        if step in folds and q is not None:
+            x = torch.bmm(q, x)
+            gram, q = symmetric_matmul(x), None
+        z = polynomial(gram, 0.0, b, c)  # P without its multiple of the identity
+        if q is None:
+            q = z.clone()
+            q.diagonal(dim1=1, dim2=2).add_(a)
+        else:
+            q = torch.baddbmm(q, q, z, beta=a)
+        if step + 1 < len(triples) and step + 1 not in folds:
+            t = torch.baddbmm(gram, gram, z, beta=a)  # G P
+            gram = torch.baddbmm(t, z, t, beta=a)  # P G P
+    return x if q is None else torch.bmm(q, x)
+
+
+def newton_schulz_flops(
+    rows: int,
+    cols: int,
+    *,
+    steps: int = 5,
+    form: Form = "direct",
+    symmetric: bool = False,
+    restarts: Sequence[int] = DEFAULT_RESTARTS,
+) -> int:
+    """FLOPs of the matrix products, one multiply-add counted as two.
+
+    With m = min(rows, cols), n = max(rows, cols) and k steps, the direct form takes ``k (4 m^2 n + 2 m^3)``. The Gram
+    form takes, for f folds (restarts that happen), ``(f + 1) (4 m^2 n)`` for Gram matrices and applications, and
+    ``2 m^3`` for each of k squares, k - f - 1 products with Q and 2 (k - f - 1) products that advance the Gram matrix.
+
+    Args:
+        rows, cols: of one matrix.
+        steps: number of quintics.
+        form: ``"auto"`` is the cheaper one.
+        symmetric: count products with a symmetric result at half (one triangle is computed).
+        restarts: steps before which the Gram form starts anew.
+
+    Raises:
+        ValueError: sizes or steps below 1, or an unknown form.
+    """
+    if min(rows, cols, steps) < 1 or form not in ("auto", "direct", "gram"):
+        raise ValueError(f"rows {rows}, cols {cols}, steps {steps}, form {form!r}: sizes and steps must be at least 1")
+    m, n = min(rows, cols), max(rows, cols)
+    half = 1 if symmetric else 2
+    direct = steps * (half * m * m * n + half * m**3 + 2 * m * m * n)
+    folds = len({r for r in restarts if 0 < r < steps})
+    again = steps - folds - 1
+    gram = (folds + 1) * (half + 2) * m * m * n + (steps + 3 * again) * half * m**3
+    return {"direct": direct, "gram": gram, "auto": min(direct, gram)}[form]
+
+
+def choose_form(rows: int, cols: int, *, steps: int = 5, symmetric: bool = False) -> Literal["direct", "gram"]:
+    """The form with fewer FLOPs; the direct one on a tie."""
+    counts = [newton_schulz_flops(rows, cols, steps=steps, form=f, symmetric=symmetric) for f in ("direct", "gram")]  # type: ignore[arg-type]
+    return "gram" if counts[1] < counts[0] else "direct"
+
+
+@torch.no_grad()
+def newton_schulz(
+    x: Tensor,
+    *,
+    steps: int = 5,
+    coefficients: Coefficients = "polar_express",
+    form: Form = "auto",
+    restarts: Sequence[int] = DEFAULT_RESTARTS,
+    compute_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Approximate ``U V^T`` of each matrix ``U S V^T``.
+
+    Args:
+        x: (m, n) or (b, m, n), floating; any strides; not changed.
+        steps: number of quintics.
+        coefficients: a name of :data:`~dist_lib.ops.COEFFICIENTS` or one triple ``(a, b, c)`` for each step.
+        form: ``"direct"``, ``"gram"``, or ``"auto"``: the one with fewer FLOPs for this shape.
+        restarts: steps before which the Gram form folds back and computes the Gram matrix anew.
+        compute_dtype: of the products, after normalising in float32. Default: float32 on a CPU; float16 on a GPU,
+            whose values are bounded by the normalisation and which has three more mantissa bits than bfloat16.
+
+    Returns:
+        The same shape and dtype as ``x``. Zero gives zero; a matrix with NaN or infinity gives NaN, alone.
+
+    Raises:
+        ValueError: another number of dimensions, or a bad set, form or number of steps.
+        TypeError: integer or complex input, or a compute dtype that is none of float64, float32, float16, bfloat16.
+
+    Source: DMuon (arXiv 2606.27153) sections on Newton-Schulz; Gram-NS by Dao-AILab; Keller Jordan's post on Muon.
+    """
+    if x.ndim not in (2, 3):
+        raise ValueError(f"x has shape {tuple(x.shape)}: need a matrix (m, n) or a batch (b, m, n)")
+    if not x.is_floating_point():
+        raise TypeError(f"x has dtype {x.dtype}: need a real floating type")
+    if form not in ("auto", "direct", "gram"):
+        raise ValueError(f"form {form!r}: allowed are 'auto', 'direct' and 'gram'")
+    triples = resolve(coefficients, steps)
+    dtype = compute_dtype or (torch.float16 if x.device.type == "cuda" else torch.float32)
+    if dtype not in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+        raise TypeError(f"compute_dtype {dtype}: allowed are float64, float32, float16 and bfloat16")
+    batch = x if x.ndim == 3 else x.unsqueeze(0)
+    if batch.numel() == 0:
+        return x.clone()
+    wide = batch.shape[1] <= batch.shape[2]
+    work = batch if wide else batch.transpose(1, 2)
+    m, n = work.shape[1:]
+    chosen = choose_form(m, n, steps=steps) if form == "auto" else form
+    work = _padded(normalise(work.to(torch.float64 if dtype == torch.float64 else torch.float32)).to(dtype))
+    out = _direct(work, triples) if chosen == "direct" else _gram(work, triples, restarts)
+    out = out[:, :m, :n]
+    out = out if wide else out.transpose(1, 2)
+    return out.to(x.dtype).reshape(x.shape).contiguous()
