@@ -59,7 +59,8 @@ def _adamw_reason(name: str, p: Parameter, owners: list[nn.Module], aliases: lis
         return "embedding by its name"
     if any(part in HEAD_NAMES for full in (name, *aliases) for part in full.split(".")[-2:]):
         return "output head by its name"
-    if any(p.shape == table.weight.shape for table in tables) and isinstance(owners[0], nn.Linear):
+    repeated = any(part.isdigit() for part in name.split("."))  # one of a list of layers; an MLP may have any shape
+    if not repeated and any(p.shape == table.weight.shape for table in tables) and isinstance(owners[0], nn.Linear):
         return "output head: a linear layer with the shape of an embedding"
     if any(isinstance(m, nn.modules.conv._ConvNd) for m in owners):
         return "convolution kernel (Muon takes it with flatten=True)"
