@@ -13,6 +13,7 @@ import inspect
 import json
 import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -47,6 +48,20 @@ def drop_thebe(app: Sphinx, config: Any) -> None:
     for name, listeners in app.events.listeners.items():
         kept = [one for one in listeners if not one.handler.__module__.startswith("sphinx_thebe")]
         app.events.listeners[name] = kept
+    app.registry.css_files[:] = [one for one in app.registry.css_files if "thebe" not in one[0]]
+
+
+def name_toggles(app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any) -> None:
+    """Give the sidebar's fold buttons a name: the theme draws a bare arrow, silent in a screen reader."""
+    draw = context.get("generate_toctree_html")
+    if draw is None:
+        return
+
+    def named(*args: Any, **kwargs: Any) -> Any:
+        tree = draw(*args, **kwargs)
+        return tree.replace("<summary>", '<summary aria-label="Pages of this part">') if isinstance(tree, str) else tree
+
+    context["generate_toctree_html"] = named
 
 
 def hide_buttons(app: Sphinx, config: Any) -> None:
@@ -221,10 +236,12 @@ class SourceDirective(SphinxDirective):
         value = inspect.unwrap(resolve(self.arguments[0]))
         file = Path(inspect.getsourcefile(value) or "")
         self.env.note_dependency(str(file))
-        block = nodes.literal_block(text=inspect.getsource(value), language="python")
+        block = nodes.literal_block(text=textwrap.dedent(inspect.getsource(value)), language="python")
         line = inspect.getsourcelines(value)[1]
         home = Path(importlib.import_module(self.arguments[0].split(".")[0]).__file__ or "").resolve().parents[1]
-        caption = nodes.paragraph(text=f"{file.resolve().relative_to(home).as_posix()}, line {line}: ", classes=["book-file"])
+        caption = nodes.paragraph(
+            text=f"{file.resolve().relative_to(home).as_posix()}, line {line}: ", classes=["book-file"]
+        )
         caption += api_reference(self.arguments[0], self.env.docname)
         return [nodes.container("", caption, block, classes=["book-source"])]
 
@@ -239,6 +256,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_role("minutes", MinutesRole())
     app.connect("config-inited", drop_thebe)
     app.connect("missing-reference", leave_unlinked)
+    app.connect("html-page-context", name_toggles, priority=900)
     app.connect("config-inited", hide_buttons, priority=900)
     app.connect("builder-inited", copy_assets)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -6,6 +6,7 @@
     var style = getComputedStyle(document.documentElement);
     var pick = function (name, otherwise) { return style.getPropertyValue(name).trim() || otherwise; };
     return {
+      family: getComputedStyle(document.body).fontFamily,
       text: pick("--pst-color-text-base", "#222"),
       muted: pick("--pst-color-text-muted", "#555"),
       grid: pick("--book-grid", "rgba(127,127,127,.25)"),
@@ -14,7 +15,7 @@
   }
 
   function themed(layout) {
-    var c = colours(), change = { "font.color": c.text, "hoverlabel.bgcolor": c.surface, "hoverlabel.font.color": c.text };
+    var c = colours(), change = { "font.color": c.text, "font.family": c.family, "hoverlabel.bgcolor": c.surface, "hoverlabel.font.color": c.text };
     Object.keys(layout).concat(["xaxis", "yaxis"]).forEach(function (key) {
       if (/^[xy]axis\d*$/.test(key)) {
         change[key + ".gridcolor"] = c.grid;
