@@ -43,7 +43,7 @@ def main() -> int:
         for old in ("html", ".doctrees", "jupyter_execute"):
             shutil.rmtree(BUILD / old, ignore_errors=True)
     started = time.monotonic()
-    command = [sys.executable, "-m", "jupyter_book", "build", ".", "-W", "-n", "--keep-going"]
+    command = [str(Path(sys.executable).parent / "jupyter-book"), "build", ".", "-W", "-n", "--keep-going"]
     status = subprocess.run(command, cwd=ROOT, check=False).returncode
     if status != 0:
         stored.unlink(missing_ok=True)
