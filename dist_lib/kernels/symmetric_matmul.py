@@ -73,7 +73,17 @@ def symmetric_kernel(
         tl.store(base + c[:, None] * out_row + r[None, :], tl.trans(out), mask=mirrored)
 
 
-def launch(a, c=None, *, alpha=1.0, beta=0.0, diagonal=0.0, block_m=128, block_k=64, interpreted=False):
+def launch(
+    a: torch.Tensor,
+    c: torch.Tensor | None = None,
+    *,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    diagonal: float = 0.0,
+    block_m: int = 128,
+    block_k: int = 64,
+    interpreted: bool = False,
+) -> torch.Tensor:
     """``alpha a a^T + beta c + diagonal I``: a (b, m, n), c (b, m, m) or None; returns (b, m, m) in a's dtype.
 
     Args:
