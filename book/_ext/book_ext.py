@@ -59,7 +59,10 @@ def name_toggles(app: Sphinx, pagename: str, templatename: str, context: dict[st
 
     def named(*args: Any, **kwargs: Any) -> Any:
         tree = draw(*args, **kwargs)
-        return tree.replace("<summary>", '<summary aria-label="Pages of this part">') if isinstance(tree, str) else tree
+        for toggle in tree.select("details > summary") if hasattr(tree, "select") else ():
+            title = toggle.find_parent("li").find("a")
+            toggle["aria-label"] = f"Pages of {title.get_text(strip=True)}" if title else "Pages of this part"
+        return tree
 
     context["generate_toctree_html"] = named
 
