@@ -146,7 +146,10 @@ def recomputers() -> dict[str, Callable[[], float | str]]:
 
 
 def _cell(value: object) -> str:
-    text = "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        text = f"{value:,}".replace(",", "\u202f")  # a narrow space that does not break
+    else:
+        text = "" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
     return html.escape(text)
 
 
@@ -163,10 +166,11 @@ def claims_html(claims: Sequence[Claim], *, filters: bool = False) -> str:
         rows.append(
             f'<tr id="claim-{c.id}" data-paper="{html.escape(c.paper)}" data-label="{c.label}">'
             f'<td>{html.escape(c.statement)}<br><span class="book-place">{html.escape(c.paper)}, '
-            f'{html.escape(c.place)}</span></td><td class="book-number">{paper}</td><td class="book-number">{ours}</td>'
-            f'<td><span class="book-label {kind}">{c.label}</span></td><td class="book-how">{about}</td></tr>'
+            f'{html.escape(c.place)}</span><br><span class="book-how">{about}</span></td>'
+            f'<td class="book-number">{paper}</td><td class="book-number">{ours}</td>'
+            f'<td><span class="book-label {kind}">{c.label}</span></td></tr>'
         )
-    head = "<tr><th>claim</th><th>stated</th><th>here</th><th>label</th><th>how</th></tr>"
+    head = "<tr><th>claim</th><th>stated</th><th>here</th><th>label</th></tr>"
     form = ""
     if filters:
         form = '<div class="book-filters"><label>Search <input type="search" data-text="1"></label>'
