@@ -64,6 +64,15 @@ def shard_range(rank: int, world_size: int, shards: int) -> range:
     return range(rank * each, (rank + 1) * each)
 
 
+def payload_bytes_per_step(parameters: int, world_size: int) -> int:
+    """Bytes that a rank hands to collectives in a step: its float32 gradients and the loss; nothing when alone.
+
+    The same for an ordered sum (a gather) and an unordered one (an all-reduce); what a link carries differs, see
+    :meth:`dist_lib.comm.NetworkModel.wire_bytes`.
+    """
+    return 4 * (parameters + 1) if world_size > 1 else 0
+
+
 class DataParallelStep:
     """Computes the gradient of the mean loss over the global batch, the same on every rank.
 

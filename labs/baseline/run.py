@@ -16,7 +16,7 @@ from dist_lib.models import Decoder, activation_bytes, get_config, parameter_cou
 from dist_lib.results import RunRecord
 from dist_lib.tasks import BatchSampler, load_corpus
 from labs.framework import Lab, RunContext
-from labs.training import DataParallelStep, train, validation_loss
+from labs.training import DataParallelStep, payload_bytes_per_step, train, validation_loss
 
 PARTS = ("forward", "backward", "communication", "optimizer")
 
@@ -52,15 +52,6 @@ class Config:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
         if self.lr <= 0 or self.weight_decay < 0 or self.shards < 0 or self.save_every < 0:
             raise ValueError("lr must be above 0; weight_decay, shards and save_every at least 0")
-
-
-def payload_bytes_per_step(parameters: int, world_size: int) -> int:
-    """Bytes that a rank hands to collectives in a step: its float32 gradients and the loss; nothing when alone.
-
-    The same for an ordered sum (a gather) and an unordered one (an all-reduce); what a link carries differs, see
-    :meth:`dist_lib.comm.NetworkModel.wire_bytes`.
-    """
-    return 4 * (parameters + 1) if world_size > 1 else 0
 
 
 def run(config: Config, context: RunContext) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Lab: Muon against AdamW."""
