@@ -67,6 +67,8 @@ def find_run(lab: str, given: str, root: Path) -> Path:
 def _on_rank(request: Request, on_step: Callable[[dict[str, Any]], None] | None, ctx: DistContext) -> dict[str, Any]:
     lab: Lab = importlib.import_module(request.module).LAB
     torch.manual_seed(request.seed)
+    if ctx.device.type == "cpu":
+        torch.set_num_threads(1)  # the same bits everywhere, as launched ranks have it; faster for small models, too
     context = RunContext(ctx, request.seed, Path(request.directory), request.resumed, on_step)
     with context.timed("total"):
         metrics = lab.run(request.config, context)
