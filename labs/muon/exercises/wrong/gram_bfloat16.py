@@ -1,0 +1,16 @@
+"""Wrong: iterates in bfloat16, which has three mantissa bits fewer than float16."""
+
+import torch
+
+
+def gram_newton_schulz(x, triples, restarts):
+    dtype, x = x.dtype, x.bfloat16()
+    one = torch.eye(x.shape[0], dtype=x.dtype)
+    gram, q = x @ x.T, one
+    for step, (a, b, c) in enumerate(triples):
+        if step in restarts and step > 0:
+            x = q @ x
+            gram, q = x @ x.T, one
+        p = a * one + b * gram + c * (gram @ gram)
+        q, gram = p @ q, p @ gram @ p
+    return (q @ x).to(dtype)
