@@ -24,7 +24,7 @@ def figure_html(data: dict[str, Any]) -> str:
     alt = meta.get("alt")
     if not alt:
         raise ValueError("a figure has no description (layout.meta.alt); make it with dist_lib.viz.figure")
-    body = json.dumps({"data": data.get("data", []), "layout": layout}, separators=(",", ":")).replace("</", "<\\/")
+    body = json.dumps({"data": data.get("data", []), "layout": layout}, separators=(",", ":")).replace("<", "\\u003c")
     height = int(layout.get("height") or layout.get("template", {}).get("layout", {}).get("height") or 420)
     return (
         f'<figure class="book-figure" data-traces="{len(data.get("data", []))}">'
