@@ -180,9 +180,11 @@ def metrics(config: Config, world: int, outcomes: dict[str, list[Outcome]]) -> d
         found[f"{name}_optimizer_ms_per_step"] = 1e3 * sum(o.optimizer_s for o in outcomes[name]) / max(1, steps)
     gains = [a.validation - m.validation for a, m in zip(outcomes["adamw"], outcomes["muon"], strict=True)]
     found |= {"muon_gain": statistics.fmean(gains), "muon_gain_least": min(gains), "muon_gain_most": max(gains)}
-    ours, goal = mean_curve(outcomes["muon"]), mean_curve(outcomes["adamw"])[-1]
-    reached = next((i + 1 for i, loss in enumerate(ours) if i + 1 >= min(WINDOW, len(ours)) and loss <= goal), None)
-    found["muon_steps_to_adamw_loss"] = reached if reached is not None else "not reached"
+    ours, control = mean_curve(outcomes["muon"]), mean_curve(outcomes["adamw"])
+    if ours and control:  # only rank 0 keeps the losses
+        settled = range(min(WINDOW, len(ours)) - 1, len(ours))
+        reached = next((i + 1 for i in settled if ours[i] <= control[-1]), None)
+        found["muon_steps_to_adamw_loss"] = reached if reached is not None else "not reached"
     matrices = 7 * get_config(config.model).n_layers
     found["orthogonalised_predicted"] = matrices * sum(o.steps_here for o in outcomes["muon"])
     found["orthogonalised_counted"] = sum(o.orthogonalised for o in outcomes["muon"])

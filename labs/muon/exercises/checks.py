@@ -195,9 +195,7 @@ CHECKS = {
     ],
     "normalise": [
         Check("an ordinary matrix", _ordinary, "which of your operations ends in an underscore?"),
-        Check(
-            "any scale gives the same direction", _any_scale, "the square of 1e-30 is 0 in float32; what comes first?"
-        ),
+        Check("any scale gives the same direction", _any_scale, "the square of 1e-30 is 0 in float32: what first?"),
         Check("zero stays zero", _zero, "what is 0 / 0?"),
         Check("half precision does not overflow", _half, "the largest float16 is 65504: which dtype comes first?"),
     ],

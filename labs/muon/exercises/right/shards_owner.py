@@ -1,5 +1,7 @@
 """Right, written differently: an owner gathers, works and publishes slices."""
 
+import itertools
+
 import torch
 
 
@@ -9,4 +11,4 @@ def sharded_update(shards, orthogonalise):
     for shard, begin in zip(shards, starts, strict=False):
         whole[begin : begin + len(shard)] = shard
     update = orthogonalise(whole).mul(0.2 * max(starts[-1], whole.shape[1]) ** 0.5)
-    return [update[a:b].clone() for a, b in zip(starts, starts[1:], strict=False)]
+    return [update[a:b].clone() for a, b in itertools.pairwise(starts)]
