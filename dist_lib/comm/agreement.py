@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 from dist_lib.comm.collectives import all_gather
 
+_REFUSED = "0" * 64  # in place of a fingerprint: this rank's value has none
+
 
 class AgreementError(RuntimeError):
     """Ranks hold different values of something that must be equal. ``ranks`` are those outside the majority."""
@@ -36,8 +38,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted(json.dumps(_plain(v)) for v in value)
     if isinstance(value, torch.Tensor):
-        flat = value.detach().cpu().contiguous().view(torch.uint8).reshape(-1) if value.ndim else value.reshape(1)
-        data = flat.contiguous().view(torch.uint8).numpy().tobytes()
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return [str(value.dtype), list(value.shape), hashlib.sha256(data).hexdigest()]
     if isinstance(value, Enum):
         return [type(value).__name__, value.name]
@@ -71,15 +72,24 @@ def agree(value: Any, *, what: str, group: dist.ProcessGroup | None = None) -> s
 
     Raises:
         AgreementError: on all ranks alike, naming the ranks that differ from the majority.
-        TypeError: see :func:`fingerprint`; raised before anything is sent.
+        TypeError: on a rank whose value :func:`fingerprint` refuses; the others, told so, raise AgreementError.
     """
-    mine = fingerprint(value)
+    refusal: TypeError | None = None
+    try:
+        mine = fingerprint(value)
+    except TypeError as error:  # say so to the others first, who wait
+        mine, refusal = _REFUSED, error
     device = torch.device("cuda") if dist.get_backend(group) == "nccl" else torch.device("cpu")
     row = torch.tensor(list(bytes.fromhex(mine)), dtype=torch.uint8, device=device)
     prints = [bytes(r.tolist()).hex() for r in all_gather(row, group=group)]
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    if refusal is not None:
+        raise refusal
+    if _REFUSED in prints:
+        bad = [ranks[i] for i, p in enumerate(prints) if p == _REFUSED]
+        raise AgreementError(f"ranks {bad} of {len(prints)} hold a value of {what} that has no canonical form", bad)
     if len(set(prints)) > 1:
         majority = Counter(prints).most_common(1)[0][0]
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
         differ = [ranks[i] for i, p in enumerate(prints) if p != majority]
         raise AgreementError(
             f"ranks {differ} of {len(prints)} hold another value of {what} than the rest "

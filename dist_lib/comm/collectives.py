@@ -7,7 +7,8 @@ float16 are summed in float32. This module moves tensors; what they mean belongs
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -53,9 +54,33 @@ def world(group: Group = None) -> int:
     return dist.get_world_size(group)
 
 
+class Pending:
+    """A transfer on its way. It holds its buffers; the tensor is whole, or may be reused, after :meth:`wait`."""
+
+    def __init__(self, work: dist.Work | None, buffer: Tensor, tensor: Tensor, finish: Callable[[], None]) -> None:
+        self._work, self._buffer, self._tensor, self._finish = work, buffer, tensor, finish
+        self._done = False
+
+    def wait(self) -> Tensor:
+        """Block until the transfer is complete and return its tensor; a second call changes nothing."""
+        if not self._done:
+            if self._work is not None:
+                self._work.wait()
+            with torch.no_grad():
+                self._finish()
+            self._done = True
+        return self._tensor
+
+
+@overload
+def all_reduce(tensor: Tensor, *, op: str = "sum", group: Group = None, async_op: Literal[False] = False) -> Tensor: ...
+@overload
+def all_reduce(tensor: Tensor, *, op: str = "sum", group: Group = None, async_op: Literal[True]) -> Pending: ...
 @torch.no_grad()
-def all_reduce(tensor: Tensor, *, op: str = "sum", group: Group = None) -> Tensor:
+def all_reduce(tensor: Tensor, *, op: str = "sum", group: Group = None, async_op: bool = False) -> Tensor | Pending:
     """Reduce ``tensor`` over all ranks, in place; any strides; half types are summed in float32.
+
+    With ``async_op`` return at once; ``tensor`` holds the result after ``wait()`` on what is returned.
 
     Raises:
         TypeError: a dtype that cannot hold a sum, such as int8.
@@ -63,9 +88,9 @@ def all_reduce(tensor: Tensor, *, op: str = "sum", group: Group = None) -> Tenso
     """
     _check(tensor, _REDUCIBLE, "a reduction")
     buffer = _wide(tensor)
-    dist.all_reduce(buffer, op=_op(op), group=group)
-    _back(buffer, tensor)
-    return tensor
+    work = dist.all_reduce(buffer, op=_op(op), group=group, async_op=async_op)
+    pending = Pending(work, buffer, tensor, lambda: _back(buffer, tensor))
+    return pending if async_op else pending.wait()
 
 
 @torch.no_grad()
@@ -95,12 +120,30 @@ def broadcast(tensor: Tensor, src: int, *, group: Group = None) -> Tensor:
 @torch.no_grad()
 def all_gather(tensor: Tensor, *, group: Group = None) -> Tensor:
     """Return the tensors of all ranks stacked in rank order: (world, \\*tensor.shape). All shapes must be equal."""
+    out = tensor.new_empty((world(group), *tensor.shape))
+    return all_gather_into(out, tensor, group=group)
+
+
+@torch.no_grad()
+def all_gather_into(out: Tensor, tensor: Tensor, *, group: Group = None) -> Tensor:
+    """Write the tensors of all ranks into ``out`` in rank order; any strides of either.
+
+    Args:
+        out: (world, \\*tensor.shape), of the same dtype.
+        tensor: this rank's; all ranks' shapes must be equal.
+
+    Raises:
+        ValueError: another shape or dtype of ``out``.
+    """
     _check(tensor, _MOVABLE, "a gather")
-    source = tensor.contiguous()
-    out = source.new_empty((world(group), *source.shape))
+    shape = (world(group), *tensor.shape)
+    if out.shape != shape or out.dtype != tensor.dtype:
+        raise ValueError(f"out is {tuple(out.shape)} {out.dtype}; need {shape} {tensor.dtype}")
+    source, buffer = tensor.contiguous(), out.contiguous()
     if source.numel():
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(out.view(-1), source.view(-1), group=group)
+        gather(buffer.view(-1), source.view(-1), group=group)
+    _back(buffer, out)
     return out
 
 
@@ -147,6 +190,23 @@ def all_to_all(parts: Sequence[Tensor], receive: Sequence[int], *, group: Group 
 
 
 @torch.no_grad()
+def all_to_all_single(tensor: Tensor, *, group: Group = None) -> Tensor:
+    """Send block j of dimension 0 to rank j; return the blocks received, in rank order, with the shape of ``tensor``.
+
+    Raises:
+        ValueError: a first dimension that the world size does not divide.
+    """
+    size = world(group)
+    if tensor.ndim == 0 or tensor.shape[0] % size:
+        raise ValueError(f"shape {tuple(tensor.shape)} cannot be cut into {size} equal parts along dimension 0: pad it")
+    count = tensor.numel() // size
+    parts = all_to_all(
+        list(tensor.reshape(-1).split(count)) if count else [tensor.reshape(-1)] * size, [count] * size, group=group
+    )
+    return torch.cat(parts).view(tensor.shape)
+
+
+@torch.no_grad()
 def send(tensor: Tensor, dst: int, *, group: Group = None, tag: int = 0) -> None:
     """Send to global rank ``dst``; returns when the tensor may be reused."""
     isend(tensor, dst, group=group, tag=tag).wait()
@@ -155,27 +215,26 @@ def send(tensor: Tensor, dst: int, *, group: Group = None, tag: int = 0) -> None
 @torch.no_grad()
 def recv(tensor: Tensor, src: int, *, group: Group = None, tag: int = 0) -> Tensor:
     """Receive from global rank ``src`` into ``tensor``, in place; any strides."""
-    _check(tensor, _MOVABLE, "a receive")
-    buffer = tensor.contiguous()
-    dist.recv(buffer, src, group=group, tag=tag)
-    _back(buffer, tensor)
-    return tensor
-
-
-class Sent:
-    """A send on its way; keeps its buffer alive until :meth:`wait`."""
-
-    def __init__(self, work: dist.Work | None, buffer: Tensor) -> None:
-        self._work, self._buffer = work, buffer
-
-    def wait(self) -> None:
-        """Block until the buffer has been handed over."""
-        if self._work is not None:
-            self._work.wait()
+    return irecv(tensor, src, group=group, tag=tag).wait()
 
 
 @torch.no_grad()
-def isend(tensor: Tensor, dst: int, *, group: Group = None, tag: int = 0) -> Sent:
+def irecv(tensor: Tensor, src: int, *, group: Group = None, tag: int = 0) -> Pending:
+    """Start receiving from global rank ``src``; ``tensor`` is filled by ``wait()`` on what is returned; any strides.
+
+    Raises:
+        ValueError: a receive from this rank itself, which no backend supports.
+    """
+    _check(tensor, _MOVABLE, "a receive")
+    if src == dist.get_rank():
+        raise ValueError(f"rank {src} cannot receive from itself")
+    buffer = tensor.contiguous()
+    work = dist.irecv(buffer, src, group=group, tag=tag)
+    return Pending(work, buffer, tensor, lambda: _back(buffer, tensor))
+
+
+@torch.no_grad()
+def isend(tensor: Tensor, dst: int, *, group: Group = None, tag: int = 0) -> Pending:
     """Start sending to global rank ``dst``; keep the result and call ``wait()`` on it.
 
     Raises:
@@ -185,7 +244,7 @@ def isend(tensor: Tensor, dst: int, *, group: Group = None, tag: int = 0) -> Sen
     if dst == dist.get_rank():
         raise ValueError(f"rank {dst} cannot send to itself")
     buffer = tensor.contiguous()
-    return Sent(dist.isend(buffer, dst, group=group, tag=tag), buffer)
+    return Pending(dist.isend(buffer, dst, group=group, tag=tag), buffer, tensor, lambda: None)
 
 
 def barrier(*, group: Group = None) -> None:

@@ -3,8 +3,9 @@
 The unit is the *payload*: the bytes of the tensor that this rank hands to the operation (its input; for a broadcast
 the tensor itself, on every rank; receives are not counted, their sends are). What a link carries depends on the
 algorithm and follows from :class:`~dist_lib.comm.NetworkModel`. The count is taken at torch's dispatcher, below every
-caller: the functions of :mod:`~dist_lib.comm.collectives`, direct calls of ``torch.distributed``, DDP's reducer and
-FSDP2 are seen alike, each once.
+caller: the functions of :mod:`~dist_lib.comm.collectives`, direct calls of ``torch.distributed``, DDP's reducer, FSDP2,
+functional collectives and what DTensor operations send are seen alike, each once. A barrier carries no payload and is
+not counted.
 """
 
 from __future__ import annotations
@@ -37,6 +38,24 @@ _DISPATCHED = {
     "scatter_": ("scatter", 1),
     "send": ("send", 0),
 }
+# The functional collectives; their input is always the first argument. DTensor speaks through these. Their kernels call
+# the operators above out of the counter's sight, so nothing is counted twice.
+_FUNCTIONAL = {
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_reduce_coalesced": "all_reduce",
+    "all_reduce_coalesced_": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "all_gather_into_tensor_coalesced": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_out": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+    "broadcast_": "broadcast",
+    "isend": "send",
+}
 
 
 @dataclass(frozen=True)
@@ -48,6 +67,11 @@ class CommRecord:
     bytes: int
     dtype: torch.dtype
 
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return self.bytes // self.dtype.itemsize
+
 
 def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
@@ -55,7 +79,22 @@ def _tensors(value: Any) -> list[Tensor]:
     return [t for v in value for t in _tensors(v)] if isinstance(value, (list, tuple)) else []
 
 
-def _group(args: tuple[Any, ...]) -> tuple[int, ...]:
+def _known(func: Any) -> tuple[str, int] | None:
+    name = func.__name__.split(".")[0]
+    if func.namespace == "c10d":
+        return _DISPATCHED.get(name)
+    if func.namespace == "_c10d_functional" and name in _FUNCTIONAL:
+        return _FUNCTIONAL[name], 0
+    return None
+
+
+def _group(func: Any, args: tuple[Any, ...]) -> tuple[int, ...]:
+    if func.namespace == "_c10d_functional":  # the group is the last argument, by name or as itself
+        group = args[-1]
+        if isinstance(group, str):
+            group = dist.distributed_c10d._resolve_process_group(group)  # type: ignore[attr-defined,arg-type]
+        if isinstance(group, dist.ProcessGroup):
+            return tuple(dist.get_process_group_ranks(group))
     for arg in args:
         if isinstance(arg, torch.ScriptObject):
             try:
@@ -86,13 +125,15 @@ class CommCounter(TorchDispatchMode):
         super().__exit__(kind, value, trace)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            known = _DISPATCHED.get(func.__name__.split(".")[0])
-            if known is not None:
-                op, position = known
-                for tensor in _tensors(args[position]):
-                    nbytes = tensor.numel() * tensor.element_size()
-                    self.records.append(CommRecord(op, _group(args), nbytes, tensor.dtype))
+        if any(t.__module__.startswith("torch.distributed.tensor") for t in types):
+            return NotImplemented  # let a DTensor operation come apart first: what it sends then passes here
+        known = _known(func)
+        if known is not None:
+            op, position = known
+            group = _group(func, args)
+            for tensor in _tensors(args[position]):
+                nbytes = tensor.numel() * tensor.element_size()
+                self.records.append(CommRecord(op, group, nbytes, tensor.dtype))
         return func(*args, **(kwargs or {}))
 
     def bytes(self, op: str | None = None) -> int:
