@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -96,6 +98,15 @@ def test_a_run_ends_with_a_record_and_figures(tmp_path):
     assert [s["step"] for s in steps] == [1, 2, 3, 4] and steps[0]["total"] == 4
     loss, bars = figures(record)
     assert [len(t.x) for t in loss.data] == [2, 2] and len(bars.data) == 2
+
+
+def test_torchrun_runs_the_same_lab(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "labs.muon.run", "--scale", "ranks", "--out", str(tmp_path)]
+    command += ["--set", "steps=2", "--set", "batch_size=4"]
+    done = subprocess.run(command, cwd=grading.ROOT.parent, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "muon" / "ranks-world2" / "record.json").exists()
 
 
 @pytest.mark.parametrize("scale", SCALES)
