@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from dist_lib.comm._ship import ship
+from dist_lib.comm._ship import pack, ship
 
 logger = logging.getLogger(__name__)
 GRACE_S = 0.5  # after the first failure: time for the rank that caused it to report as well
@@ -168,6 +168,10 @@ def _receive(connection: Connection, rank: int, process: Any, outcomes: _Outcome
         process.join(2.0)
         outcomes.deaths[rank] = process.exitcode
         return
+    except Exception:  # whatever a class of the rank's raises when it is made again here
+        text = f"its result cannot be unpickled in the launching process; return plain data\n{traceback.format_exc()}"
+        outcomes.errors[rank] = (time.monotonic(), text)
+        return
     if kind == "ok":
         outcomes.values[rank] = value
     else:
@@ -245,7 +249,7 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="dist_lib_launch_", ignore_cleanup_errors=True) as name:
         directory = Path(name)
         module, qualname, path = ship(fn, directory)
-        payload = pickle.dumps((tuple(args), dict(kwargs or {})))
+        payload = pack((tuple(args), dict(kwargs or {})))
         limit = min(30.0, timeout_s) if group_timeout_s is None else group_timeout_s
         job = _Job(module, qualname, path, payload, name, world_size, device, limit, threads_per_rank)
         pump = _OutputPump(directory, world_size, on_output)

@@ -1,9 +1,10 @@
 """Triton kernel: a product that is known to be symmetric, one triangle computed and mirrored.
 
-``OUT = alpha A A^T + beta C + diagonal I`` for a batch of matrices, with C symmetric. With A = X it is the Gram
-matrix; with A = C = G, for symmetric G, it is the polynomial ``a I + b G + c G^2``. One program computes one tile on or
-below the diagonal and stores it twice, the second time transposed; inside a diagonal tile the lower half is mirrored
-too, so the result is symmetric bit for bit. Accumulation in float32.
+``OUT = alpha A B^T + beta C + diagonal I`` for a batch of matrices, with ``A B^T`` and C symmetric. With A = B = X it
+is the Gram matrix; with A = B = C = G, for symmetric G, the polynomial ``a I + b G + c G^2``; with A and B polynomials
+of one symmetric matrix their product. One program computes one tile on or below the diagonal and stores it twice, the
+second time transposed; inside a diagonal tile the lower half is mirrored too, so the result is symmetric bit for bit.
+Accumulation in float32.
 """
 
 import torch
@@ -14,12 +15,15 @@ import triton.language as tl
 @triton.jit
 def symmetric_kernel(
     a_ptr,
+    b_ptr,
     c_ptr,
     out_ptr,
     m,
     n,
     a_batch,
     a_row,
+    b_batch,
+    b_row,
     c_batch,
     c_row,
     out_batch,
@@ -43,9 +47,8 @@ def symmetric_kernel(
     r = (row * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     c = (col * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     k = tl.arange(0, BLOCK_K)
-    a_base = a_ptr + batch * a_batch
-    left = a_base + r[:, None] * a_row + k[None, :]
-    right = a_base + c[:, None] * a_row + k[None, :]
+    left = a_ptr + batch * a_batch + r[:, None] * a_row + k[None, :]
+    right = b_ptr + batch * b_batch + c[:, None] * b_row + k[None, :]
     acc = tl.full((BLOCK_M, BLOCK_M), 0.0, dtype=tl.float32)
     for start in range(0, n, BLOCK_K):
         keep = k[None, :] < n - start
@@ -75,6 +78,7 @@ def symmetric_kernel(
 
 def launch(
     a: torch.Tensor,
+    b: torch.Tensor | None = None,
     c: torch.Tensor | None = None,
     *,
     alpha: float = 1.0,
@@ -84,19 +88,24 @@ def launch(
     block_k: int = 64,
     interpreted: bool = False,
 ) -> torch.Tensor:
-    """``alpha a a^T + beta c + diagonal I``: a (b, m, n), c (b, m, m) or None; returns (b, m, m) in a's dtype.
+    """``alpha a b^T + beta c + diagonal I`` for a, b (batch, m, n) and c (batch, m, m); (batch, m, m) in a's dtype.
 
     Args:
-        a, c: float32, float16 or bfloat16, last dimension contiguous.
+        a: float32, float16 or bfloat16.
+        b: as ``a``, such that ``a b^T`` is symmetric (only its lower triangle is computed); None stands for ``a``.
+        c: symmetric, or None for zero.
         alpha, beta, diagonal: numbers.
         block_m, block_k: tile; 128 x 64 fits the shared memory of every GPU since sm_80 with three stages in half
             precision.
         interpreted: for tests: run on CPU tensors through Triton's interpreter.
     """
-    if a.ndim != 3 or (c is not None and c.shape != (a.shape[0], a.shape[1], a.shape[1])):
-        raise ValueError(f"a has shape {tuple(a.shape)} and c {None if c is None else tuple(c.shape)}")
+    if a.ndim != 3 or (b is not None and b.shape != a.shape):
+        raise ValueError(f"a has shape {tuple(a.shape)}, b {None if b is None else tuple(b.shape)}: need (batch, m, n)")
+    if c is not None and c.shape != (a.shape[0], a.shape[1], a.shape[1]):
+        raise ValueError(f"c has shape {tuple(c.shape)}, need {(a.shape[0], a.shape[1], a.shape[1])}")
     a = a if a.stride(2) == 1 else a.contiguous()
-    c = None if c is None else (c if c.stride(2) == 1 else c.contiguous())
+    b = a if b is None else (b if b.stride(2) == 1 else b.contiguous())
+    added = a if c is None else (c if c.stride(2) == 1 else c.contiguous())
     batch, m, n = a.shape
     out = torch.empty(batch, m, m, dtype=a.dtype, device=a.device)
     if out.numel() == 0:
@@ -110,17 +119,19 @@ def launch(
         from triton.runtime.interpreter import InterpretedFunction
 
         kernel = InterpretedFunction(symmetric_kernel.fn)
-    source = a if c is None else c
     kernel[(tiles * (tiles + 1) // 2, batch)](
         a,
-        source,
+        b,
+        added,
         out,
         m,
         n,
         a.stride(0),
         a.stride(1),
-        source.stride(0),
-        source.stride(1),
+        b.stride(0),
+        b.stride(1),
+        added.stride(0),
+        added.stride(1),
         out.stride(0),
         out.stride(1),
         alpha,

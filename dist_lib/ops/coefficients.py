@@ -12,6 +12,7 @@ from functools import lru_cache
 from types import MappingProxyType
 
 import numpy as np
+import torch
 
 Triple = tuple[float, float, float]
 Coefficients = str | Sequence[Triple]
@@ -133,6 +134,7 @@ COEFFICIENTS: Mapping[str, str] = MappingProxyType(
 )
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def resolve(coefficients: Coefficients, steps: int) -> tuple[Triple, ...]:
     """Triples of a named set, or a given sequence checked.
 

@@ -9,13 +9,14 @@ what it is batched with. On a GPU the symmetric products go through :func:`~dist
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from dist_lib.ops.coefficients import Coefficients, Triple, resolve
-from dist_lib.ops.symmetric import polynomial, symmetric_matmul
+from dist_lib.ops.symmetric import commuting_product, polynomial, symmetric_matmul, uses_kernel
 
 Form = Literal["auto", "direct", "gram"]
 DEFAULT_RESTARTS = (2,)
@@ -42,6 +43,13 @@ def _padded(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x, (0, -n % line, 0, -m % line)).contiguous()
 
 
+def _no_autocast(device: str) -> AbstractContextManager[object]:
+    """Autocast would turn the float32 products of the definition into bfloat16 ones."""
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
+
+
 def _direct(x: Tensor, triples: Sequence[Triple]) -> Tensor:
     for a, b, c in triples:
         gram = symmetric_matmul(x)
@@ -61,10 +69,10 @@ def _gram(x: Tensor, triples: Sequence[Triple], restarts: Sequence[int]) -> Tens
             q = z.clone()
             q.diagonal(dim1=1, dim2=2).add_(a)
         else:
-            q = torch.baddbmm(q, q, z, beta=a)
+            q = commuting_product(q, z, q, a)
         if step + 1 < len(triples) and step + 1 not in folds:
-            t = torch.baddbmm(gram, gram, z, beta=a)  # G P
-            gram = torch.baddbmm(t, z, t, beta=a)  # P G P
+            t = commuting_product(gram, z, gram, a)  # G P
+            gram = commuting_product(z, t, t, a)  # P G P
     return x if q is None else torch.bmm(q, x)
 
 
@@ -104,10 +112,18 @@ def newton_schulz_flops(
     return {"direct": direct, "gram": gram, "auto": min(direct, gram)}[form]
 
 
-def choose_form(rows: int, cols: int, *, steps: int = 5, symmetric: bool = False) -> Literal["direct", "gram"]:
-    """The form with fewer FLOPs; the direct one on a tie."""
-    counts = [newton_schulz_flops(rows, cols, steps=steps, form=f, symmetric=symmetric) for f in ("direct", "gram")]  # type: ignore[arg-type]
-    return "gram" if counts[1] < counts[0] else "direct"
+def choose_form(
+    rows: int,
+    cols: int,
+    *,
+    steps: int = 5,
+    symmetric: bool = False,
+    restarts: Sequence[int] = DEFAULT_RESTARTS,
+) -> Literal["direct", "gram"]:
+    """The form with fewer FLOPs (arguments: see :func:`newton_schulz_flops`); the direct one on a tie."""
+    direct = newton_schulz_flops(rows, cols, steps=steps, form="direct", symmetric=symmetric)
+    gram = newton_schulz_flops(rows, cols, steps=steps, form="gram", symmetric=symmetric, restarts=restarts)
+    return "gram" if gram < direct else "direct"
 
 
 @torch.no_grad()
@@ -129,7 +145,9 @@ def newton_schulz(
         form: ``"direct"``, ``"gram"``, or ``"auto"``: the one with fewer FLOPs for this shape.
         restarts: steps before which the Gram form folds back and computes the Gram matrix anew.
         compute_dtype: of the products, after normalising in float32. Default: float32 on a CPU; float16 on a GPU,
-            whose values are bounded by the normalisation and which has three more mantissa bits than bfloat16.
+            whose values are bounded by the normalisation and which has three more mantissa bits than bfloat16. Half
+            precision on a CPU is for study: right, but many times slower than float32 without native instructions.
+            ``torch.autocast`` has no effect.
 
     Returns:
         The same shape and dtype as ``x``. Zero gives zero; a matrix with NaN or infinity gives NaN, alone.
@@ -156,9 +174,11 @@ def newton_schulz(
     wide = batch.shape[1] <= batch.shape[2]
     work = batch if wide else batch.transpose(1, 2)
     m, n = work.shape[1:]
-    chosen = choose_form(m, n, steps=steps) if form == "auto" else form
-    work = _padded(normalise(work.to(torch.float64 if dtype == torch.float64 else torch.float32)).to(dtype))
-    out = _direct(work, triples) if chosen == "direct" else _gram(work, triples, restarts)
+    with _no_autocast(x.device.type):
+        work = _padded(normalise(work.to(torch.float64 if dtype == torch.float64 else torch.float32)).to(dtype))
+        if form == "auto":
+            form = choose_form(m, n, steps=steps, symmetric=uses_kernel(work), restarts=restarts)
+        out = _direct(work, triples) if form == "direct" else _gram(work, triples, restarts)
     out = out[:, :m, :n]
     out = out if wide else out.transpose(1, 2)
     return out.to(x.dtype).reshape(x.shape).contiguous()

@@ -1,5 +1,7 @@
 """Collectives on 1 to 4 gloo ranks: strides, dtypes, counts, agreement, order."""
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -51,9 +53,32 @@ def strided_everything():
             wrong.append(("all_gather", name))
         if not torch.equal(c.ordered_sum(view(_base(rank))), total):
             wrong.append(("ordered_sum", name))
-        repeated = torch.cat([view(_base(rank))] * size)
-        if not torch.equal(c.reduce_scatter(repeated), total):
+        base = _base(rank)
+        pending = c.all_reduce(view(base), async_op=True)
+        if not (torch.equal(pending.wait(), total) and untouched(base, total)):
+            wrong.append(("all_reduce, async", name))
+        wide = torch.full((size, *inputs[0].shape, 2), -1.0)
+        c.all_gather_into(wide[..., 0], view(_base(rank)))
+        if not torch.equal(wide[..., 0], torch.stack(inputs)) or not (wide[..., 1] == -1).all():
+            wrong.append(("all_gather_into", name))
+        # An input that is itself strided: the second half of every row pair belongs to nobody.
+        blocks = torch.stack(
+            [
+                torch.cat([inputs[rank] + j for j in range(size)]),
+                torch.zeros(()).expand(inputs[0].shape[0] * size, *inputs[0].shape[1:]),
+            ],
+            dim=-1,
+        )[..., 0]
+        assert not blocks.is_contiguous()
+        if not torch.equal(c.reduce_scatter(blocks), total + rank * size):
             wrong.append(("reduce_scatter", name))
+        if not torch.equal(c.all_to_all_single(blocks), torch.cat([inputs[r] + rank for r in range(size)])):
+            wrong.append(("all_to_all_single", name))
+        columns = torch.arange(12.0).reshape(3, 4)[:, 0] * (rank + 1)
+        strided = torch.stack([columns, columns], dim=1)[:, 0]
+        got = c.all_to_all([strided] * size, [3] * size)
+        if not all(torch.equal(g, torch.tensor([0.0, 4.0, 8.0]) * (r + 1)) for r, g in enumerate(got)):
+            wrong.append(("all_to_all", name))
         if size > 1:
             base, to, source = _base(rank), (rank + 1) % size, (rank - 1) % size
             sent = c.isend(view(_base(rank)), to)
@@ -61,6 +86,14 @@ def strided_everything():
             sent.wait()
             if not untouched(base, inputs[source]):
                 wrong.append(("send", name))
+            base = _base(rank)
+            coming = c.irecv(view(base), source)
+            c.send(view(_base(rank)), to)
+            coming.wait()
+            view(base).add_(1)
+            coming.wait()  # a second wait must not write again
+            if not untouched(base, inputs[source] + 1):
+                wrong.append(("irecv", name))
     return wrong
 
 
@@ -80,6 +113,12 @@ def odd_cases():
         lambda: c.all_reduce(torch.ones(2), op="mean"),
         lambda: c.reduce_scatter(torch.ones(size * 2 + 1)),
         lambda: c.isend(torch.ones(1), rank),
+        lambda: c.irecv(torch.ones(1), rank),
+        lambda: c.all_reduce(torch.ones(2, dtype=torch.uint8)),
+        lambda: c.reduce_scatter(torch.ones(size, dtype=torch.int8)),
+        lambda: c.all_gather(torch.ones(2, dtype=torch.float8_e4m3fn)),
+        lambda: c.isend(torch.ones(2).to(torch.uint16), (rank + 1) % size),
+        lambda: c.all_gather_into(torch.ones(size, 3), torch.ones(2)),
         lambda: c.all_to_all([torch.ones(1)], [1, 1, 1, 1, 1]),
     ):
         try:
@@ -111,7 +150,7 @@ def test_odd_sizes_and_refusals():
         assert out["all_to_all"] == [[float(j)] * rank for j in range(3)]
         assert out["empty"] == (3, 0)
         assert out["bf16"] == 258.0
-        assert len(out["refused"]) == 6
+        assert len(out["refused"]) == 12
         assert "int32 or float32" in out["refused"][0] and "uint8" in out["refused"][1]
 
 
@@ -125,6 +164,19 @@ def test_agreement_raises_on_every_rank():
     with pytest.raises(RankError, match=r"ranks \[1\] of 3 hold another value of the owner plan"):
         launch(disagree, world_size=3, args=(1,))
     assert launch(caught, world_size=3) == [[1]] * 3
+
+
+def refuse_on(rank):
+    try:
+        agree({"plan": object() if dist.get_rank() == rank else 1}, what="the plan")
+    except (AgreementError, TypeError) as error:
+        return type(error).__name__, getattr(error, "ranks", None)
+
+
+def test_a_value_that_one_rank_cannot_hash_raises_everywhere():
+    begin = time.monotonic()
+    assert launch(refuse_on, world_size=3, args=(2,)) == [("AgreementError", [2])] * 2 + [("TypeError", None)]
+    assert time.monotonic() - begin < 20  # not after the group's timeout
 
 
 def caught():
@@ -196,6 +248,96 @@ def test_every_byte_is_counted_once(world_size):
         assert ddp_bytes == (64 + 8) * 4
         assert fsdp == {"all_gather": (1, 64 * 4 // world_size), "reduce_scatter": (1, 64 * 4)}
         assert group == tuple(range(world_size))
+
+
+def counted_like_torch():
+    """Functional collectives, DTensor operations and clipping under FSDP2: as many as CommDebugMode sees, with bytes."""
+    import torch.distributed._functional_collectives as functional
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    size = dist.get_world_size()
+    with CommCounter() as outer, CommCounter() as inner:
+        functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD).add(1)
+    tables = [outer.table(), inner.table(), outer.records[0].group, outer.records[0].count]
+    sharded = distribute_tensor(torch.ones(2 * size, 4), init_device_mesh("cpu", (size,)), [Shard(0)])
+    with CommCounter() as counter:
+        sharded.redistribute(placements=[Replicate()]).to_local().add(1)
+    tables.append(counter.table())
+    model = fully_shard(torch.nn.Linear(8, 8, bias=False))
+
+    def step():
+        model(torch.ones(2, 8)).sum().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
+
+    step()  # FSDP2 sets itself up in the first one
+    with CommCounter() as counter:
+        step()
+    with CommDebugMode() as debug:
+        step()
+    return [*tables, counter.table(), counter.count(), debug.get_total_counts()]
+
+
+def test_what_dtensors_send_is_counted():
+    group = (0, 1)
+    for outer, inner, seen, elements, gathered, table, count, torch_count in launch(counted_like_torch, world_size=2):
+        assert outer == inner == {"all_reduce": (1, 16)} and seen == group and elements == 4
+        assert gathered == {"all_gather": (1, 2 * 4 * 4)}
+        assert table == {"all_gather": (1, 128), "all_reduce": (1, 4), "reduce_scatter": (1, 256)}
+        assert count == torch_count == 3
+
+
+def rings(elements):
+    """The ring algorithms written out with sends; the counter sees what each rank really puts on its link."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    to, source = (rank + 1) % size, (rank - 1) % size
+    data = torch.arange(elements * size, dtype=torch.float32) + rank
+    want = sum(torch.arange(elements * size, dtype=torch.float32) + r for r in range(size))
+    chunks = list(data.clone().chunk(size))
+
+    def turn(send_index, receive_index, add):
+        buffer = torch.empty(elements)
+        coming = c.irecv(buffer, source)
+        c.send(chunks[send_index % size], to)
+        coming.wait()
+        chunks[receive_index % size] = chunks[receive_index % size] + buffer if add else buffer
+
+    with CommCounter() as scatter:
+        for i in range(size - 1):
+            turn(rank - i, rank - i - 1, True)
+    with CommCounter() as gather:
+        for i in range(size - 1):
+            turn(rank + 1 - i, rank - i, False)
+    assert torch.equal(torch.cat(chunks), want)
+    with CommCounter() as exchange:
+        blocks = list(data.chunk(size))
+        for i in range(1, size):
+            coming = c.irecv(torch.empty(elements), (rank - i) % size)
+            c.send(blocks[(rank + i) % size], (rank + i) % size)
+            coming.wait()
+    with CommCounter() as chain:
+        if rank > 0:
+            c.recv(data, rank - 1)
+        if rank < size - 1:
+            c.send(data, rank + 1)
+    assert torch.equal(data, torch.arange(elements * size, dtype=torch.float32))
+    return scatter.bytes("send"), gather.bytes("send"), exchange.bytes("send"), chain.bytes("send")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_wire_bytes_are_those_of_the_algorithms(world_size):
+    elements, wire = 5, NetworkModel.wire_bytes
+    payload = elements * world_size * 4
+    for rank, (scatter, gather, exchange, chain) in enumerate(launch(rings, world_size=world_size, args=(elements,))):
+        assert scatter == wire("reduce_scatter", payload, world_size)
+        assert gather == wire("all_gather", payload // world_size, world_size)
+        assert scatter + gather == wire("all_reduce", payload, world_size)
+        assert exchange == wire("all_to_all", payload, world_size)
+        assert chain == (
+            wire("broadcast", payload, world_size) if rank < world_size - 1 else 0
+        )  # the last sends nothing
 
 
 @given(st.integers(1, 64), st.integers(0, 10**9))

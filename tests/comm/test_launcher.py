@@ -1,9 +1,11 @@
 """The launcher: results, the failing rank's traceback, timeouts, no orphans."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 
@@ -74,15 +76,48 @@ def test_output_is_handed_on_line_by_line():
     assert sorted(seen) == [(0, "hello from 0"), (1, "hello from 1")]
 
 
-def test_many_launches_leave_no_file_and_no_process():
-    launch(rank_and_sum, world_size=2, args=(0,))
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(10):
-        launch(rank_and_sum, world_size=2, args=(0,))
-    assert len(os.listdir("/proc/self/fd")) <= before
-    import multiprocessing
+def report_pid():
+    return os.getpid()
 
+
+def test_many_launches_leave_no_file_and_no_process(tmp_path, monkeypatch):
+    pids = launch(report_pid, world_size=2)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        pids += launch(report_pid, world_size=2)
+    assert len(os.listdir("/proc/self/fd")) <= before
     assert not multiprocessing.active_children()
+    assert len(set(pids)) == 42 and not [pid for pid in pids if os.path.exists(f"/proc/{pid}")]
+    assert not list(tmp_path.iterdir())
+
+
+def stay_away(rank):
+    if dist.get_rank() == rank:
+        time.sleep(60)
+    dist.all_reduce(torch.ones(4))
+
+
+def test_a_collective_that_a_rank_never_joins_ends_at_the_groups_timeout():
+    begin = time.monotonic()
+    with pytest.raises(RankError, match="(?i)timed out") as caught:
+        launch(stay_away, world_size=2, args=(1,), group_timeout_s=2.0, timeout_s=50)
+    assert caught.value.rank == 0
+    assert time.monotonic() - begin < 30
+
+
+class Unmakeable:
+    def __reduce__(self):
+        return (int, ("not a number",))
+
+
+def return_unmakeable():
+    return Unmakeable()
+
+
+def test_a_result_that_cannot_be_made_again_is_the_ranks_error():
+    with pytest.raises(RankError, match="return plain data"):
+        launch(return_unmakeable, world_size=1)
 
 
 def test_a_dead_parent_leaves_no_orphans(tmp_path):

@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from dist_lib.ops import (
     COEFFICIENTS,
     choose_form,
+    commuting_product,
     newton_schulz,
     newton_schulz_flops,
     polar_express,
@@ -120,7 +121,7 @@ def test_the_recipe_regenerates_the_published_rows():
     np.testing.assert_allclose(resolve("polar_express", 5), safe, rtol=1e-10)
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 6, 8])
+@pytest.mark.parametrize("steps", [1, 2, 3, 6, 8, 12, 20])
 def test_more_steps_never_widen_the_band(steps):
     x = np.geomspace(1e-3, 1, 5001)
     now = np.abs(scalar_map(x, polar_express(steps)) - 1).max()
@@ -151,7 +152,23 @@ def test_zero_stays_zero_and_poison_stays_at_home():
     x[3, 0, 0] = float("inf")
     out = newton_schulz(x)
     assert torch.equal(out[0], clean[0]) and not out[1].any()
-    assert out[2].isnan().any() and out[3].isnan().any()
+    assert out[2].isnan().all() and out[3].isnan().all()
+    assert torch.equal(x[1], torch.zeros(5, 9))
+
+
+def test_autocast_does_not_reach_the_products():
+    x = torch.randn(12, 40, generator=torch.Generator().manual_seed(8))
+    for form in ("direct", "gram"):
+        plain = newton_schulz(x, form=form)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(newton_schulz(x, form=form), plain)
+
+
+def test_it_traces_as_one_graph():
+    x = torch.randn(3, 12, 40, generator=torch.Generator().manual_seed(9))
+    for form in ("direct", "gram"):
+        traced = torch.compile(newton_schulz, backend="eager", fullgraph=True)
+        assert torch.equal(traced(x, form=form), newton_schulz(x, form=form))
 
 
 @pytest.mark.parametrize("shape", [(5, 15), (7, 97), (64, 64), (33, 12)])
@@ -201,6 +218,7 @@ def test_flop_formula_equals_the_counter(shape, form, restarts):
 
 _CUSTOM = {  # torch cannot look into a custom operator: one product each
     torch.ops.dist_lib.symmetric_matmul: lambda x, out_shape=None, **_: 2 * x[0] * x[1] * x[1] * x[2],
+    torch.ops.dist_lib.symmetric_product: lambda g, *_, out_shape=None, **__: 2 * g[0] * g[1] ** 3,
     torch.ops.dist_lib.symmetric_polynomial: lambda g, *_, out_shape=None, **__: 2 * g[0] * g[1] ** 3,
 }
 
@@ -230,6 +248,10 @@ def test_operators_are_well_formed():
     gram = x @ x.mT
     torch.library.opcheck(symmetric_matmul, (x,))
     torch.library.opcheck(polynomial, (gram, 0.5, -1.0, 2.0))
+    torch.library.opcheck(commuting_product, (gram, gram @ gram, gram, 0.5))
+    for call in (lambda: polynomial(x, 1.0, 1.0, 1.0), lambda: commuting_product(gram, gram, x, 1.0)):
+        with pytest.raises(RuntimeError, match="batch, m, m"):
+            call()
     eye = torch.eye(5)
     torch.testing.assert_close(polynomial(gram, 0.5, -1.0, 2.0), 0.5 * eye - gram + 2 * gram @ gram)
 
