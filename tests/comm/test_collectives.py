@@ -251,7 +251,7 @@ def test_every_byte_is_counted_once(world_size):
 
 
 def counted_like_torch():
-    """Functional collectives, DTensor operations and clipping under FSDP2: as many as CommDebugMode sees, with bytes."""
+    """Functional collectives, DTensor operations, clipping under FSDP2: as many as CommDebugMode sees, with bytes."""
     import torch.distributed._functional_collectives as functional
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

@@ -100,7 +100,7 @@ def stay_away(rank):
 
 def test_a_collective_that_a_rank_never_joins_ends_at_the_groups_timeout():
     begin = time.monotonic()
-    with pytest.raises(RankError, match="(?i)timed out") as caught:
+    with pytest.raises(RankError, match=r"(?i)timed out") as caught:
         launch(stay_away, world_size=2, args=(1,), group_timeout_s=2.0, timeout_s=50)
     assert caught.value.rank == 0
     assert time.monotonic() - begin < 30
