@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -14,13 +20,20 @@ from labs.bench import Pair, Row
 LAYER = DecoderConfig(vocab_size=256, d_model=576, n_layers=1, n_heads=9, n_kv_heads=3, d_ff=1536, max_seq_len=64)
 
 
+def _processor_flags() -> set[str]:
+    path = Path("/proc/cpuinfo")
+    words = set(path.read_text(encoding="utf-8", errors="replace").split()) if path.exists() else set()
+    return words if "flags" in words else set()
+
+
+def has_native_bf16() -> bool:
+    """Whether the x86 processor multiplies bfloat16 itself; False where that cannot be told."""
+    return bool(_processor_flags() & {"avx512_bf16", "amx_bf16"})
+
+
 def lacks_native_bf16() -> bool:
-    """Whether this machine computes without a GPU and its processor has no bfloat16 products; unknown counts as no."""
-    flags = Path("/proc/cpuinfo")
-    if torch.cuda.is_available() or not flags.exists():
-        return False
-    words = set(flags.read_text(encoding="utf-8", errors="replace").split())
-    return "flags" in words and not words & {"avx512_bf16", "amx_bf16", "bf16"}
+    """Whether there is no GPU and an x86 processor without bfloat16 products; False where that cannot be told."""
+    return not torch.cuda.is_available() and bool(_processor_flags()) and not has_native_bf16()
 
 
 def _layer_step() -> Pair:
@@ -52,4 +65,59 @@ MUON_STEP = Row(
     make=_layer_step,
 )
 
-ROWS = (MUON_STEP,)
+
+@contextmanager
+def _in_process_without_bf16() -> Iterator[Pair]:
+    """The same pair in a process whose oneDNN may use AVX2 at most, as on older processors."""
+    command = [sys.executable, "-m", "labs.muon.bench"]
+    limits = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
+    with subprocess.Popen(
+        command, env={**os.environ, **limits}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+
+        def timed(which: str) -> float:
+            if process.stdin is None or process.stdout is None:
+                raise RuntimeError("the process that takes the times has no pipes")
+            process.stdin.write(which + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+            if not answer:
+                raise RuntimeError(f"the process that takes the times ended with code {process.wait()}")
+            return float(answer)
+
+        try:
+            yield Pair(lambda: timed("ours"), lambda: timed("baseline"), seconds=True)
+        finally:
+            process.kill()
+
+
+def serve() -> None:
+    """Answer each line of standard input, ``ours`` or ``baseline``, with the seconds of one step."""
+    torch.set_num_threads(1)
+    pair = _layer_step()
+    for line in sys.stdin:
+        begin = time.perf_counter()
+        (pair.ours if line.strip() == "ours" else pair.baseline)()
+        sys.stdout.write(f"{time.perf_counter() - begin}\n")
+        sys.stdout.flush()
+
+
+def _already_measured() -> str:
+    if torch.cuda.is_available() or not has_native_bf16():
+        return "only for a CPU that has bfloat16 products: elsewhere the row muon-step says it"
+    return ""
+
+
+MUON_STEP_AVX2 = Row(
+    name="muon-step-without-bf16",
+    what="the same step on this CPU without its bfloat16 products (oneDNN limited to AVX2)",
+    baseline=MUON_STEP.baseline,
+    target=0.1,
+    make=_in_process_without_bf16,
+    why_not=_already_measured,
+)
+
+ROWS = (MUON_STEP, MUON_STEP_AVX2)
+
+if __name__ == "__main__":
+    serve()
