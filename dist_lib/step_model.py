@@ -18,6 +18,7 @@ from types import MappingProxyType
 
 from dist_lib.comm import NetworkModel
 from dist_lib.models import DecoderConfig, get_config, parameter_counts, training_flops
+from dist_lib.ops import newton_schulz_flops
 
 METHODS: Mapping[str, str] = MappingProxyType(
     {
@@ -205,7 +206,7 @@ def newton_schulz_flops_of_model(config: DecoderConfig) -> int:
     """FLOPs of one five-step orthogonalisation, in the direct form, of every hidden matrix of a model."""
     d, kv, ff = config.d_model, config.kv_dim, config.d_ff
     shapes = [(d, d)] * 2 + [(kv, d)] * 2 + [(ff, d)] * 3
-    return config.n_layers * sum(20 * min(s) ** 2 * max(s) + 10 * min(s) ** 3 for s in shapes)
+    return config.n_layers * sum(newton_schulz_flops(rows, cols) for rows, cols in shapes)
 
 
 def patch_bytes(weights: float, changed_share: float) -> float:
