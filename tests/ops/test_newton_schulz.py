@@ -169,6 +169,8 @@ def test_it_traces_as_one_graph():
     for form in ("direct", "gram"):
         traced = torch.compile(newton_schulz, backend="eager", fullgraph=True)
         assert torch.equal(traced(x, form=form), newton_schulz(x, form=form))
+        given = [(3.0, -3.2, 1.2)] * 5
+        assert torch.equal(traced(x, form=form, coefficients=given), newton_schulz(x, form=form, coefficients=given))
 
 
 @pytest.mark.parametrize("shape", [(5, 15), (7, 97), (64, 64), (33, 12)])
