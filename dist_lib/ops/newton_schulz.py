@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dist_lib.ops.coefficients import Coefficients, Triple, resolve
-from dist_lib.ops.symmetric import commuting_product, polynomial, symmetric_matmul, uses_kernel
+from dist_lib.ops.symmetric import add_to_diagonal, commuting_product, polynomial, symmetric_matmul, uses_kernel
 
 Form = Literal["auto", "direct", "gram"]
 DEFAULT_RESTARTS = (2,)
@@ -65,11 +65,7 @@ def _gram(x: Tensor, triples: Sequence[Triple], restarts: Sequence[int]) -> Tens
             x = torch.bmm(q, x)
             gram, q = symmetric_matmul(x), None
         z = polynomial(gram, 0.0, b, c)  # P without its multiple of the identity
-        if q is None:
-            q = z.clone()
-            q.diagonal(dim1=1, dim2=2).add_(a)
-        else:
-            q = commuting_product(q, z, q, a)
+        q = add_to_diagonal(z.clone(), a) if q is None else commuting_product(q, z, q, a)
         if step + 1 < len(triples) and step + 1 not in folds:
             t = commuting_product(gram, z, gram, a)  # G P
             gram = commuting_product(z, t, t, a)  # P G P
