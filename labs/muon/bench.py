@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -9,11 +10,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from dist_lib.models import DecoderConfig
 from dist_lib.models.decoder import DecoderLayer
+from dist_lib.ops import newton_schulz
 from dist_lib.optim import Muon
 from labs.bench import Pair, Row
 
@@ -117,7 +120,31 @@ MUON_STEP_AVX2 = Row(
     why_not=_already_measured,
 )
 
-ROWS = (MUON_STEP, MUON_STEP_AVX2)
+
+def _forms() -> Pair:
+    """The Gram form and the direct form of one float32 matrix, wide by four."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.randn(512, 2048, generator=torch.Generator().manual_seed(0)).to(device)
+
+    def timed(form: Literal["gram", "direct"]) -> None:
+        newton_schulz(x, form=form, compute_dtype=torch.float32)
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    return Pair(lambda: timed("gram"), lambda: timed("direct"))
+
+
+FORMS = Row(
+    name="newton-schulz",
+    what="Newton-Schulz 512 x 2048, float32, Gram form",
+    baseline="the direct form",
+    target=0.75,
+    make=_forms,
+)
+
+ROWS = (FORMS, MUON_STEP, MUON_STEP_AVX2)
 
 if __name__ == "__main__":
+    description = "Times one optimizer step for each line of standard input; a helper of `python -m labs bench muon`."
+    argparse.ArgumentParser(prog="python -m labs.muon.bench", description=description).parse_args()
     serve()

@@ -2,7 +2,7 @@
 
 nbval compares every output as text and passes a cell that was never executed. This plugin replaces its collector by one
 that fails such a notebook at collection, and its comparison of plotly figures by one that wants the same traces, names,
-types and lengths, and numbers within `layout.meta.rtol` of the stored figure (0, so exact, when it states none).
+types and lengths, and numbers within `layout.meta.rtol` of the stored figure (`ROUNDING` when it states none).
 Used as `pytest --nbval -p tests.notebooks.plugin`.
 """
 
@@ -17,6 +17,7 @@ import pytest
 from nbval.plugin import IPyNbCell, IPyNbFile
 
 PLOTLY = "application/vnd.plotly.v1+json"
+ROUNDING = 1e-12  # JSON writers disagree about the last digit of a double
 DTYPES = {"i1", "i2", "i4", "u1", "u2", "u4", "f4", "f8"}
 UNCOMPARED = {"image/png", "image/jpeg", "image/svg+xml"}
 
@@ -87,9 +88,9 @@ def differences(stored: Any, computed: Any, rtol: float, place: str = "figure") 
 
 
 def tolerance(figure: dict[str, Any]) -> float:
-    """Return the relative tolerance that a stored figure states in `layout.meta.rtol`, 0 when it states none."""
+    """Return the relative tolerance that a stored figure states in `layout.meta.rtol`, else `ROUNDING`."""
     meta = figure.get("layout", {}).get("meta", {})
-    rtol = float(meta.get("rtol", 0.0)) if isinstance(meta, dict) else 0.0
+    rtol = float(meta.get("rtol", ROUNDING)) if isinstance(meta, dict) else ROUNDING
     if not 0.0 <= rtol <= 0.5:
         raise ValueError(f"layout.meta.rtol is {rtol}; allowed: 0 to 0.5")
     return rtol
