@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -10,36 +9,18 @@ import textwrap
 import time
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from dist_lib.comm import LaunchTimeout, RankError, distributed, launch
-
-
-def rank_and_sum(offset):
-    with distributed() as ctx:
-        total = torch.tensor([float(ctx.rank + offset)])
-        dist.all_reduce(total)
-        return ctx.rank, ctx.world_size, total
-
-
-def fail_on(rank):
-    if dist.get_rank() == rank:
-        print("about to fail")
-        raise KeyError("the planted fault")
-    dist.barrier()
-
-
-def die_on(rank):
-    if dist.get_rank() == rank:
-        os.kill(os.getpid(), signal.SIGKILL)
-    dist.all_reduce(torch.ones(4))
-
-
-def hang_on(rank):
-    print(f"hello from {dist.get_rank()}")
-    if dist.get_rank() == rank:
-        time.sleep(60)
+from dist_lib.comm import LaunchTimeout, RankError, launch
+from tests.comm.ranks_of_launcher import (
+    die_on,
+    fail_on,
+    fail_while_others_sleep,
+    hang_on,
+    rank_and_sum,
+    report_pid,
+    return_unmakeable,
+    stay_away,
+)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -64,6 +45,15 @@ def test_a_killed_rank_is_named_within_seconds():
     assert time.monotonic() - begin < 15  # the group's own timeout would be 30 s
 
 
+@pytest.mark.parametrize(("how", "message"), [("killed", "rank 1 of 3 was killed by signal 9"), ("raised", "planted")])
+def test_ranks_that_notice_nothing_are_ended_soon_after_a_failure(how, message):
+    begin = time.monotonic()
+    with pytest.raises(RankError, match=message) as caught:
+        launch(fail_while_others_sleep, world_size=3, args=(how,), timeout_s=50)
+    assert caught.value.rank == 1
+    assert time.monotonic() - begin < 15
+
+
 def test_a_hang_names_the_rank_and_its_last_output():
     with pytest.raises(LaunchTimeout, match="hello from 0") as caught:
         launch(hang_on, world_size=2, args=(0,), timeout_s=3)
@@ -74,10 +64,6 @@ def test_output_is_handed_on_line_by_line():
     seen = []
     launch(hang_on, world_size=2, args=(7,), on_output=lambda rank, line: seen.append((rank, line)))
     assert sorted(seen) == [(0, "hello from 0"), (1, "hello from 1")]
-
-
-def report_pid():
-    return os.getpid()
 
 
 def test_many_launches_leave_no_file_and_no_process(tmp_path, monkeypatch):
@@ -92,27 +78,12 @@ def test_many_launches_leave_no_file_and_no_process(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def stay_away(rank):
-    if dist.get_rank() == rank:
-        time.sleep(60)
-    dist.all_reduce(torch.ones(4))
-
-
 def test_a_collective_that_a_rank_never_joins_ends_at_the_groups_timeout():
     begin = time.monotonic()
     with pytest.raises(RankError, match=r"(?i)timed out") as caught:
         launch(stay_away, world_size=2, args=(1,), group_timeout_s=2.0, timeout_s=50)
     assert caught.value.rank == 0
     assert time.monotonic() - begin < 30
-
-
-class Unmakeable:
-    def __reduce__(self):
-        return (int, ("not a number",))
-
-
-def return_unmakeable():
-    return Unmakeable()
 
 
 def test_a_result_that_cannot_be_made_again_is_the_ranks_error():
