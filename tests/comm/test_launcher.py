@@ -126,3 +126,11 @@ def test_functions_that_cannot_be_shipped_are_refused_clearly():
         launch(lambda: 1, world_size=1)
     with pytest.raises(ValueError, match="at least 1 process"):
         launch(rank_and_sum, world_size=0)
+
+
+def test_a_script_that_launches_while_it_is_imported_is_told_what_to_write(tmp_path):
+    script = tmp_path / "unguarded.py"
+    script.write_text("from dist_lib.comm import launch\ndef work():\n    return 1\nlaunch(work, world_size=2)\n")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "before it began" in done.stderr and "if __name__ == '__main__':" in done.stderr
