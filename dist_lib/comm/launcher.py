@@ -200,6 +200,12 @@ def _raise_failure(outcomes: _Outcomes, world_size: int, directory: Path) -> Non
             else (f"ended with exit code {code}")
         )
         note = " (out of memory?)" if code == -signal.SIGKILL else ""
+        if not (directory / f"rank-{rank}.log").exists():  # ended while Python imported the script that called launch
+            raise RankError(
+                f"rank {rank} of {world_size} {how} before it began. Every rank imports the script that launches it: "
+                "put the call of launch under `if __name__ == '__main__':`; the rank's own error is on standard error",
+                rank,
+            )
         tail = _tail(directory, rank)
         raise RankError(f"rank {rank} of {world_size} {how}{note} before it returned.\nIts last output:\n{tail}", rank)
     rank, (_, text) = min(outcomes.errors.items(), key=lambda item: item[1][0])
