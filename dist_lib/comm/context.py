@@ -27,7 +27,6 @@ class DistContext:
         local_rank: index of this process on its machine.
         device: where this process computes.
         backend: ``"gloo"`` or ``"nccl"``.
-        group: the process group of all ranks.
     """
 
     rank: int
@@ -35,7 +34,19 @@ class DistContext:
     local_rank: int
     device: torch.device
     backend: str
-    group: dist.ProcessGroup
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group of all ranks, looked up and not held: one that is still referenced when Python ends
+        outlives ``destroy_process_group`` and its threads abort the process.
+
+        Raises:
+            RuntimeError: after the group has been destroyed.
+        """
+        group = dist.group.WORLD
+        if group is None:
+            raise RuntimeError("the process group of this context has been destroyed; use it inside its with block")
+        return group
 
     @property
     def is_main(self) -> bool:
@@ -66,10 +77,7 @@ def choose_device(device: str = "auto", local_rank: int = 0, local_world_size: i
 
 
 def _context(device: torch.device, local_rank: int) -> DistContext:
-    group = dist.group.WORLD
-    if group is None:
-        raise RuntimeError("no default process group exists after initialisation")
-    return DistContext(dist.get_rank(), dist.get_world_size(), local_rank, device, dist.get_backend(), group)
+    return DistContext(dist.get_rank(), dist.get_world_size(), local_rank, device, dist.get_backend())
 
 
 @contextlib.contextmanager

@@ -148,3 +148,12 @@ def test_functions_of_notebook_cells_are_launched_or_refused_clearly():
     assert errors[1][0] == "ShipError" and "'Plan', which is defined in this notebook" in errors[1][1]
     assert errors[2][0] == "ShipError" and "class 'Plan'" in errors[2][1]
     assert errors[3][0] == "ShipError" and "args=" in errors[3][1]
+
+
+def test_a_context_does_not_keep_its_group_alive():
+    """A referenced group outlives destroy_process_group; its threads then aborted 2 of 8 torchrun runs at exit."""
+    with distributed(device="cpu") as ctx:
+        assert ctx.group.size() == 1
+        assert not [v for v in vars(ctx).values() if isinstance(v, dist.ProcessGroup)]
+    with pytest.raises(RuntimeError, match="inside its with block"):
+        _ = ctx.group
