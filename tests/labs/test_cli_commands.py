@@ -113,7 +113,13 @@ def test_ctrl_c_ends_every_process_and_the_run_can_go_on(tmp_path):
     command = [sys.executable, "-m", "labs", "run", "baseline", "--out", str(tmp_path)]
     options = ["--scale", "ranks", "--set", "steps=100000", "--set", "save_every=1", "--set", "batch_size=4"]
     process = subprocess.Popen(
-        [*command, *options], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*command, *options],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # A shell that starts the tests with `&` makes them, and so this process, ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         deadline = time.monotonic() + 60
