@@ -37,8 +37,10 @@ class DistContext:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group of all ranks, looked up and not held: one that is still referenced when Python ends
-        outlives ``destroy_process_group`` and its threads abort the process.
+        """The process group of all ranks.
+
+        It is looked up and not held. A group that is still referenced when Python ends outlives
+        ``destroy_process_group``, and its threads abort the process.
 
         Raises:
             RuntimeError: after the group has been destroyed.
