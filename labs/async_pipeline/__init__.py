@@ -1,0 +1,1 @@
+"""Lab: a pipeline without a bubble."""
