@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from dist_lib.async_pipeline.config import AsyncConfig
 from dist_lib.async_pipeline.wrapping import MOMENTUM_OPTIONS, OptimizerWrapper, momentum_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -60,6 +61,8 @@ class ErrorFeedback(OptimizerWrapper):
 
     Attributes:
         strength, dtype: as given, or as loaded: they belong to the checkpoint.
+        active: set it to False while gradients are not delayed yet: the optimizer then steps as if it were alone, and
+            nothing is remembered, so the first update after the switch counts as the first. Saved with the rest.
     """
 
     STATE_KEY = "error_feedback"
@@ -78,6 +81,7 @@ class ErrorFeedback(OptimizerWrapper):
             raise ValueError(f"dtype = {dtype}: it must be None or one of {', '.join(DTYPES)}")
         super().__init__(optimizer)
         self.strength, self.dtype, self.allow_momentum_free = float(strength), dtype, allow_momentum_free
+        self.active = True
         self._previous: dict[Tensor, Tensor] = {}
         for index, group in enumerate(self.param_groups):
             self._check_momentum(group, f"group {index}")
@@ -109,6 +113,10 @@ class ErrorFeedback(OptimizerWrapper):
         return self._previous.get(parameter)
 
     def _step_inner(self, updated: list[Tensor]) -> None:
+        if not self.active:
+            self._previous.clear()
+            self.optimizer.step()
+            return
         before = [p.detach().clone(memory_format=torch.preserve_format) for p in updated]
         skipped = getattr(self.optimizer, "skipped_steps", 0)
         self.optimizer.step()
@@ -151,6 +159,7 @@ class ErrorFeedback(OptimizerWrapper):
         name = next((n for n, d in DTYPES.items() if d == self.dtype), None)
         return {
             "strength": self.strength,
+            "active": self.active,
             "dtype": name,
             "first_update": FIRST_UPDATE,
             "previous": self._indexed(self._previous),
@@ -165,7 +174,7 @@ class ErrorFeedback(OptimizerWrapper):
         self._check_indexed(extra["previous"], "update")
 
     def _load_extra_state(self, extra: Mapping[str, Any]) -> None:
-        self.strength = float(extra["strength"])
+        self.strength, self.active = float(extra["strength"]), bool(extra["active"])
         self.dtype = DTYPES[extra["dtype"]] if extra["dtype"] is not None else None
         parameters = self.parameters
         self._previous = {}
@@ -173,3 +182,17 @@ class ErrorFeedback(OptimizerWrapper):
             p = parameters[index]
             dtype = self.dtype or wide_dtype(p.dtype)
             self._previous[p] = tensor.detach().to(device=p.device, dtype=dtype, copy=True)
+
+
+def configured(optimizer: Optimizer, config: AsyncConfig) -> Optimizer:
+    """The optimizer of a stage as the configuration wants it: wrapped if ``error_feedback`` is set, else as it is.
+
+    Raises:
+        ValueError: it is wrapped already, or has no momentum (wrap it yourself with ``allow_momentum_free=True`` and
+            leave ``error_feedback`` off).
+    """
+    if not config.error_feedback:
+        return optimizer
+    if isinstance(optimizer, ErrorFeedback):
+        raise ValueError("the optimizer has error feedback already: set error_feedback=False, or do not wrap it")
+    return ErrorFeedback(optimizer, strength=config.ef_strength, dtype=config.ef_dtype)
