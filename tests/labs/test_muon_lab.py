@@ -10,10 +10,13 @@ import pytest
 import torch
 
 from dist_lib.comm import distributed, launch
+from dist_lib.models import Decoder, get_config
+from dist_lib.tasks import BatchSampler, load_corpus
 from labs import grading
 from labs.bench import find_rows
 from labs.framework import SCALES, RunContext, load_scale
 from labs.grading import exercise_names, grade_file
+from labs.muon import spectra
 from labs.muon.run import LAB, Config, Outcome, figures, mean_curve, metrics
 from labs.muon.sweep import RECORD, sweep
 from labs.running import Request, execute
@@ -140,6 +143,32 @@ def test_the_sweep_runs():
     found = sweep(dataclasses.replace(SMALL, steps=1), rates=(0.001, 0.01), seeds=(7,))
     assert set(found["validation_loss"]) == {"adamw", "muon"}
     assert len(found["validation_loss"]["muon"]["0.01"]) == 1 and found["best"]["muon"] in (0.001, 0.01)
+
+
+def test_the_recorded_spectra_are_of_four_kinds_of_matrices_and_complete():
+    record = json.loads(spectra.RECORD.read_text())
+    assert list(record["spectra"]) == [f"layers.{spectra.LAYER}.{name}.weight" for name in spectra.MATRICES]
+    assert len(record["loss"]) == record["settings"]["steps"] == 10
+    assert {"command", "seed", "versions", "hardware", "model"} <= set(record)
+    for values in record["spectra"].values():
+        assert len(values) == get_config("smollm2-135m").d_model
+        assert values == sorted(values, reverse=True) and values[-1] >= 0
+        assert sum(v * v for v in values) == pytest.approx(1, abs=1e-3)
+
+
+def test_spectra_of_the_small_decoder_are_those_of_a_written_out_recurrence():
+    name, seed = "layers.0.self_attn.q_proj.weight", 3
+    tokens = load_corpus().train[:2000]
+    found = spectra.record(Decoder(get_config("tiny-0.3m"), seed=seed), tokens, [name], seed=seed, steps=2, lr=0.0)
+    model = Decoder(get_config("tiny-0.3m"), seed=seed)  # a rate of zero: both gradients at the same weights
+    gradients = []
+    for step in range(2):
+        model.zero_grad()
+        model.loss(*BatchSampler(tokens, batch_size=4, seq_len=128, seed=seed).batch(step)).backward()
+        gradients.append(model.get_parameter(name).grad.clone())
+    wanted = torch.linalg.svdvals(0.95 * gradients[0] + gradients[1])
+    torch.testing.assert_close(torch.tensor(found["spectra"][name]), wanted / wanted.norm(), rtol=2e-3, atol=1e-6)
+    assert found["settings"] == {"steps": 2, "beta": 0.95, "lr": 0.0, "batch_size": 4, "seq_len": 128}
 
 
 def test_the_bench_row_compares_the_same_step():
