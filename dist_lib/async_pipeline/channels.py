@@ -116,7 +116,7 @@ class Inbox:
     def __init__(
         self, src: int, group: dist.ProcessGroup, message: Message, device: torch.device, waits: Waits, name: str
     ) -> None:
-        self._src, self._group, self._message, self._device = src, group, message, device
+        self.src, self._group, self._message, self._device = src, group, message, device
         self._waits, self._name = waits, name
         self._posted: deque[Pending] = deque()
         self._expected = 0
@@ -128,7 +128,7 @@ class Inbox:
 
     def _post(self) -> None:
         while self._expected and len(self._posted) < AHEAD:
-            self._posted.append(collectives.irecv(self._message.empty(self._device), self._src, group=self._group))
+            self._posted.append(collectives.irecv(self._message.empty(self._device), self.src, group=self._group))
             self._expected -= 1
 
     def take(self, what: str) -> Tensor:
@@ -139,7 +139,7 @@ class Inbox:
         """
         if not self._posted:
             raise PipelineError(f"{self._name} {what} was taken without having been expected")
-        tensor = self._waits.wait(self._posted.popleft(), self._name, f"{self._name} {what} from rank {self._src}")
+        tensor = self._waits.wait(self._posted.popleft(), self._name, f"{self._name} {what} from rank {self.src}")
         self._post()
         return tensor
 
