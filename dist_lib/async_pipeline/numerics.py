@@ -47,10 +47,9 @@ def accumulate(sums: list[Tensor | None], gradients: Sequence[Tensor | None]) ->
     """Add the gradients of one micro-batch to the sums, in place; call once a micro-batch, in ascending order.
 
     Args:
-        sums: one entry for each parameter, None before its first gradient; entries are replaced or added to. The first
-            gradient of a full-precision parameter is taken over without a copy, so give gradients that nothing else
-            uses.
-        gradients: of the micro-batch, in the same order; None where the loss does not depend on the parameter.
+        sums: one entry for each parameter, None before its first gradient; entries are replaced or added to.
+        gradients: of the micro-batch, in the same order; None where the loss does not depend on the parameter. They
+            are copied: autograd may return one tensor for two parameters that are added, or an expanded one.
 
     Raises:
         ValueError: lists of different lengths.
@@ -60,12 +59,12 @@ def accumulate(sums: list[Tensor | None], gradients: Sequence[Tensor | None]) ->
     for index, gradient in enumerate(gradients):
         if gradient is None:
             continue
-        wide = gradient.to(accumulation_dtype(gradient.dtype))
         total = sums[index]
         if total is None:
-            sums[index] = wide
+            dtype = accumulation_dtype(gradient.dtype)
+            sums[index] = gradient.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
         else:
-            total.add_(wide)
+            total.add_(gradient)
 
 
 def average(sums: Sequence[Tensor | None], micro_batches: int) -> None:
