@@ -78,7 +78,7 @@ def make_groups(
         layer_of: layer of a name.
         config: for the data types of gradients, and whether to pack.
     """
-    layers: dict[str, dict[tuple[object, ...], list[str]]] = {}
+    layers: dict[str, dict[tuple[int, str, str, str], list[str]]] = {}
     for name, p in matrices.items():
         reduce_dtype = config.reduce_dtype(name, p.dtype)
         key = (owners[name], str(p.dtype), str(reduce_dtype), "" if config.packed else name)
@@ -86,7 +86,7 @@ def make_groups(
     groups = []
     for layer, by_key in layers.items():
         packs = []
-        for key in sorted(by_key, key=lambda k: (k[0], by_key[k][0] if not config.packed else "", k)):
+        for key in sorted(by_key, key=lambda k: k[0]):  # stable: within an owner in the model's order
             names = by_key[key]
             first = matrices[names[0]]
             packs.append(
