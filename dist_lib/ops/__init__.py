@@ -1,23 +1,47 @@
 """Operations on tensors: for each the readable reference, its registration with torch, and its kernels by device.
 
 Newton-Schulz (:func:`newton_schulz`) with its coefficient sets (:data:`COEFFICIENTS`, :func:`polar_express`), FLOP
-counts and the symmetric products that it is made of.
+counts and the symmetric products that it is made of. Block quantisation (:func:`quantize`, :func:`accumulate_`) with
+its number formats (:data:`CODECS`) and their measured error (:func:`error_table`).
 """
 
+from dist_lib.ops.codecs import CODECS, Codec, get_codec
 from dist_lib.ops.coefficients import COEFFICIENTS, Triple, polar_express, resolve, scalar_map, with_safety
 from dist_lib.ops.newton_schulz import choose_form, newton_schulz, newton_schulz_flops, normalise
+from dist_lib.ops.quantization import (
+    Quantized,
+    accumulate_,
+    dequantize,
+    quantize,
+    quantize_uses_kernel,
+    quantized_nbytes,
+    quantized_zeros,
+)
+from dist_lib.ops.quantization_error import CodecError, error_table
 from dist_lib.ops.symmetric import commuting_product, polynomial, symmetric_matmul, uses_kernel
 
 __all__ = [
+    "CODECS",
     "COEFFICIENTS",
+    "Codec",
+    "CodecError",
+    "Quantized",
     "Triple",
+    "accumulate_",
     "choose_form",
     "commuting_product",
+    "dequantize",
+    "error_table",
+    "get_codec",
     "newton_schulz",
     "newton_schulz_flops",
     "normalise",
     "polar_express",
     "polynomial",
+    "quantize",
+    "quantize_uses_kernel",
+    "quantized_nbytes",
+    "quantized_zeros",
     "resolve",
     "scalar_map",
     "symmetric_matmul",

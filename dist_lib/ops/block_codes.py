@@ -1,0 +1,121 @@
+"""Encode and decode blocks of numbers in plain torch: the definition that every kernel must reproduce bit for bit.
+
+All arithmetic is float32. A block's scale is its largest magnitude. A NaN or an infinity makes the scale NaN and so the
+whole block NaN after decoding: nothing that is not finite ever becomes a finite number. Zeros come back as zeros (not
+from ``int4_minmax``, whose grid need not contain zero). Every step is one correctly rounded operation, so that the
+result does not depend on the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dist_lib.ops.codecs import Codec, tables
+from dist_lib.ops.packing import pack, unpack
+
+# Below this, 1 / scale could leave float32: numbers and scale are both multiplied by LIFT first, which is exact.
+TINY = 2.0**-64
+LIFT = 2.0**64
+# Smallest float16 scale: its smallest normal number, for below it a float16 keeps fewer than 11 bits.
+HALF_FLOOR = 2.0**-14
+
+
+def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Positive float32 scales as stored: rounded to ``dtype``; not finite becomes NaN, float16 starts at its floor."""
+    if dtype == torch.float16:
+        scale = torch.where(scale > 0, scale.clamp(min=HALF_FLOOR), scale)
+    scale = scale.to(dtype)
+    return torch.where(scale.isfinite(), scale, torch.nan)
+
+
+def _to_grid(x: Tensor, scale: Tensor, limit: float) -> Tensor:
+    """``x * limit / scale`` for blocks (..., n) and scales (..., ), by one reciprocal a block; 0 in a NaN block."""
+    scale = scale.float()
+    lift = torch.where(scale < TINY, LIFT, 1.0)
+    inverse = limit / torch.where(scale > 0, scale * lift, 1.0)
+    y = (x * lift[..., None]).mul_(inverse[..., None])
+    return y.masked_fill_(scale.isnan()[..., None], 0.0)
+
+
+def _round(y: Tensor, noise: Tensor | None) -> Tensor:
+    """To a neighbouring integer: the nearest (ties to even), or the upper one with probability ``y - floor(y)``."""
+    if noise is None:
+        return y.round_()
+    floor = y.floor()
+    return floor + (noise < y - floor)
+
+
+def _rank(y: Tensor, ranked: Tensor, midpoints: Tensor, noise: Tensor | None) -> Tensor:
+    """Positions in the ascending table ``ranked`` of ``y`` within it: nearest, or at random between the neighbours."""
+    if noise is None and len(midpoints) < 16:  # counting is six times as fast as searching here
+        rank = torch.zeros_like(y, dtype=torch.uint8)
+        for midpoint in midpoints.unbind():
+            rank += y > midpoint
+        return rank
+    if noise is None:
+        return torch.bucketize(y, midpoints, out_int32=True)
+    below = (torch.bucketize(y, ranked, right=True) - 1).clamp_(0, len(ranked) - 2)
+    low, high = ranked[below], ranked[below + 1]
+    return below + (noise * (high - low) < y - low)
+
+
+def _codes(y: Tensor, codec: Codec, noise: Tensor | None) -> Tensor:
+    """uint8 codes of numbers ``y`` in grid units, -limit ... limit."""
+    if codec.kind == "integer":
+        return _round(y, noise).to(torch.int8).view(torch.uint8) & (2**codec.bits - 1)
+    if codec.kind == "minmax":
+        return _round(y, noise).to(torch.uint8)
+    table = tables(codec.name, y.device)
+    if codec.kind == "signed":
+        rank = _rank(y.abs(), table.sorted, table.midpoints, noise).to(torch.uint8)
+        sign = (y < 0) & (rank > 0)
+        if codec.name == "fp4":  # its code is the rank with bit 2 flipped where bit 1 is set
+            rank ^= (rank & 2) << 1
+        return rank | (sign.to(torch.uint8) << 3)
+    if codec.kind == "float8" and noise is None:
+        float8 = torch.float8_e4m3fn if codec.name == "e4m3" else torch.float8_e5m2
+        codes = y.to(float8).view(torch.uint8)
+        return codes.masked_fill_(codes == 128, 0)  # no negative zero
+    rank = _rank(y, table.sorted, table.midpoints, noise)
+    return rank.to(torch.uint8) if codec.kind == "table" else table.code_of_rank[rank]
+
+
+def encode(x: Tensor, codec: Codec, scale_dtype: torch.dtype, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Encode blocks.
+
+    Args:
+        x: float32 (..., n), n >= 1; each (n, ) is one block.
+        codec: the format.
+        scale_dtype: float32 or float16.
+        noise: None for nearest rounding; or uniform numbers in [0, 1) like ``x`` for stochastic rounding.
+
+    Returns:
+        Packed codes, uint8 (..., packed_bytes(n)), and scales (...,), or (..., 2) for ``int4_minmax``: step, minimum.
+    """
+    if codec.kind == "minmax":
+        low = x.amin(dim=-1)
+        step = _stored((x.amax(dim=-1) - low) / codec.limit, scale_dtype)
+        low = low.to(scale_dtype)
+        good = step.isfinite() & low.isfinite()
+        step, low = torch.where(good, step, torch.nan), torch.where(good, low, torch.nan)
+        y = _to_grid(x - low.float()[..., None], step, 1.0).clamp_(0.0, codec.limit)
+        return pack(_codes(y, codec, noise), codec.bits), torch.stack((step, low), dim=-1)
+    scale = _stored(x.abs().amax(dim=-1), scale_dtype)
+    y = _to_grid(x, scale, codec.limit).clamp_(-codec.limit, codec.limit)
+    return pack(_codes(y, codec, noise), codec.bits), scale
+
+
+def decode(packed: Tensor, scales: Tensor, count: int, codec: Codec) -> Tensor:
+    """The inverse: packed codes (..., bytes) and scales of blocks of ``count`` numbers -> float32 (..., count)."""
+    codes = unpack(packed, count, codec.bits)
+    if codec.kind == "minmax":
+        step, low = scales.float().unbind(-1)
+        return codes.float().mul_(step[..., None]).add_(low[..., None])
+    if codec.kind == "integer":
+        half = 2 ** (codec.bits - 1)
+        signed = codes.view(torch.int8) if codec.bits == 8 else (codes ^ half).to(torch.int8) - half
+        grid = signed.float()
+    else:
+        grid = tables(codec.name, codes.device).values[codes.int()]
+    return grid.mul_((scales.float() / codec.limit)[..., None])
