@@ -67,20 +67,33 @@ def produced(action: Action, schedule: Schedule) -> tuple[int, tuple[str, int, i
     return None
 
 
-def walk(schedule: Schedule) -> Iterator[Action]:
+def walk(schedule: Schedule, *, joint_updates: bool = False) -> Iterator[Action]:
     """Yield all actions in an order in which their inputs exist, every stage's own order kept.
+
+    Args:
+        schedule: what to run.
+        joint_updates: let an update wait for the backwards of its batch on all stages, as a global norm needs.
 
     Raises:
         ScheduleError: a stage receives another message than it needs, or no stage can go on.
     """
     queues: dict[tuple[int, int, str], deque[tuple[str, int, int, int]]] = {}
     next_at, waiting = [0] * schedule.stages, deque(range(schedule.stages))
+    open_backwards = Counter(a.batch for row in schedule.actions for a in row if a.kind not in ("forward", "update"))
     idle_rounds = 0
+
+    def ready(action: Action) -> bool:
+        if action.kind == "update":
+            return not (joint_updates and open_backwards[action.batch])
+        return _receive(action, schedule, queues)
+
     while waiting and idle_rounds < len(waiting):
         stage = waiting.popleft()
         row, moved = schedule.actions[stage], False
-        while next_at[stage] < len(row) and _receive(row[next_at[stage]], schedule, queues):
+        while next_at[stage] < len(row) and ready(row[next_at[stage]]):
             action = row[next_at[stage]]
+            if action.kind not in ("forward", "update"):
+                open_backwards[action.batch] -= 1
             sent = produced(action, schedule)
             if sent is not None:
                 queues.setdefault((stage, sent[0], sent[1][0]), deque()).append(sent[1])
@@ -91,10 +104,11 @@ def walk(schedule: Schedule) -> Iterator[Action]:
             waiting.append(stage)
         idle_rounds = 0 if moved else idle_rounds + 1
     if waiting:
+        blocked = {s: schedule.actions[s][next_at[s]] for s in sorted(waiting)}
+        senders = {s: source(action, schedule) for s, action in blocked.items()}
         stuck = "; ".join(
-            f"stage {s} waits for stage {source(schedule.actions[s][next_at[s]], schedule)} before its "
-            f"{schedule.actions[s][next_at[s]]}"
-            for s in sorted(waiting)
+            f"stage {s} waits for {'all stages' if senders[s] is None else f'stage {senders[s]}'} before its {action}"
+            for s, action in blocked.items()
         )
         raise ScheduleError(f"deadlock: {stuck}. Give the stages orders that agree")
 
