@@ -112,6 +112,17 @@ class BatchStream:
         self._next = self._fetch()
         return batch
 
+    def first_micro_batch(self, replica: int) -> Batch:
+        """The first micro-batch of the next batch, which stays in the stream.
+
+        Raises:
+            StopIteration: there is no batch.
+        """
+        if self._next is None:
+            raise StopIteration("the stream has no further batch: ask waiting first")
+        inputs, targets = self._next
+        return self.micro_batches(inputs, replica)[0], self.micro_batches(targets, replica)[0]
+
     def micro_batches(self, tensor: Tensor, replica: int) -> list[Tensor]:
         """The rows of one replica, cut into m equal parts, ascending."""
         return split_batch(tensor.chunk(self._replicas)[replica], self._micro_batches)

@@ -41,7 +41,8 @@ class WeightVersions:
         self.names = tuple(self._parameters)
         self._banks: list[dict[str, Tensor]] = []
         for bank in range(copies):
-            weights = {n: p.detach() if bank == 0 else p.detach().clone() for n, p in self._parameters.items()}
+            # .data: memory of the parameter with a version counter of its own, which other banks do not move
+            weights = {n: p.data if bank == 0 else p.data.clone() for n, p in self._parameters.items()}
             self._banks.append({n: w.requires_grad_() for n, w in weights.items()})
         self._graphs: Counter[int] = Counter()
 
