@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from dist_lib.async_pipeline import numerics
+from dist_lib.async_pipeline import checkpoint, numerics
 from dist_lib.async_pipeline.channels import Inbox, Message, Outbox, Waits, send_description
 from dist_lib.async_pipeline.config import AsyncConfig, check_micro_batches
 from dist_lib.async_pipeline.error_feedback import configured
@@ -80,6 +80,7 @@ class Pipeline:
     Attributes:
         step: batches trained on so far, which is the version of the newest weights.
         config, mesh, module, optimizer, scheduler: as given or made; ``optimizer`` is None if nothing is trained.
+        versions: the weights of this stage.
         events: what this stage did, in seconds since all ranks were ready; of the last run, empty unless recorded.
         waited_s: seconds in which this rank was blocked in the last run, by reason.
     """
@@ -118,7 +119,7 @@ class Pipeline:
             problem = error
         mesh.settle(problem)
         self._exchange.share_weights()
-        self._versions = WeightVersions(self.module, 1 + int(config.delay == 1))
+        self.versions = WeightVersions(self.module, 1 + int(config.delay == 1))
 
     def _set_up(
         self,
@@ -194,6 +195,24 @@ class Pipeline:
             raise stream.problem
         return losses
 
+    def state_dict(self) -> dict[str, Any]:
+        """All that the next batch of this stage depends on; see :func:`~.checkpoint.stage_state`.
+
+        Raises:
+            PipelineError: the last run stopped in the middle.
+        """
+        if self._broken:
+            raise PipelineError("this pipeline stopped in the middle of a run: its state is of no single batch")
+        return checkpoint.stage_state(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave, on all ranks; the data must go on at batch :attr:`step`.
+
+        Raises:
+            ValueError: it belongs to another stage, configuration or model.
+        """
+        checkpoint.load_stage_state(self, state)
+
     def _agree_on(self, batches: Iterable[Batch]) -> BatchStream:
         problem: Exception | None = None
         try:
@@ -251,7 +270,7 @@ class _Run:
         self.updates: deque[PendingUpdate] = deque()
         self.first = self.started = self.finished = pipeline.step  # numbers of batches
         self.parts: deque[tuple[Tensor, Tensor]] = deque()
-        self.sums: list[Tensor | None] = [None] * len(pipeline._versions.names)
+        self.sums: list[Tensor | None] = [None] * len(pipeline.versions.names)
         self.losses: list[list[Tensor]] = []
         self.activations: Inbox | None = None
         self.gradients: Inbox | None = None
@@ -323,7 +342,7 @@ class _Run:
         else:
             x = self.activations.take(f"of batch {batch}, micro-batch {index}").requires_grad_()
         begin = time.perf_counter()
-        output = self.p._versions.forward(version, x)
+        output = self.p.versions.forward(version, x)
         if self.p.is_last:
             output = self.p.loss_fn(output, targets.to(device, non_blocking=True))
             if index == 0:
@@ -347,7 +366,7 @@ class _Run:
         begin = time.perf_counter()
         if part.output.requires_grad:
             torch.autograd.backward(part.output, gradient)
-        found = self.p._versions.release(part.version)
+        found = self.p.versions.release(part.version)
         if self.to_previous is not None:
             passed = part.received.grad
             self.to_previous.put(torch.zeros_like(part.received) if passed is None else passed)
@@ -365,18 +384,18 @@ class _Run:
 
     def _make_version(self, version: int) -> None:
         """Make the updates up to a version, each just now because somebody needs it."""
-        while self.p._versions.newest < version:
+        while self.p.versions.newest < version:
             if not self.updates:
                 raise PipelineError(
                     f"{self.p.mesh.place} needs version {version} of the weights, but batch "
-                    f"{self.p._versions.newest} has not been finished: the order of the pipeline is wrong"
+                    f"{self.p.versions.newest} has not been finished: the order of the pipeline is wrong"
                 )
             update = self.updates.popleft()
             gradients = self.p._exchange.finish(update)
             begin = time.perf_counter()
-            self.p._versions.advance(gradients, self._step_optimizer)
+            self.p.versions.advance(gradients, self._step_optimizer)
             self.p.step += 1
-            self._record("update", begin, update.batch, 0, self.p._versions.newest)
+            self._record("update", begin, update.batch, 0, self.p.versions.newest)
 
     def _step_optimizer(self) -> None:
         if self.p.optimizer is not None:

@@ -1,8 +1,7 @@
-"""What the ranks of the asynchronous pipeline's tests do; apart from the tests, so that no rank has to import pytest."""
+"""What the ranks of test_async_runtime and test_async_faults do; no rank has to import pytest."""
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from dist_lib.async_pipeline.config import AsyncConfig
 from dist_lib.async_pipeline.emulator import DelayedTrainer
