@@ -3,6 +3,7 @@
 import torch
 import torch.nn.functional as F
 
+from dist_lib.async_pipeline.baselines import FlushedBaseline
 from dist_lib.async_pipeline.config import AsyncConfig
 from dist_lib.async_pipeline.emulator import DelayedTrainer
 from dist_lib.async_pipeline.mesh import PipelineMesh
@@ -106,3 +107,22 @@ def trajectories(cases, updates=8):
         trainer = twin(mesh.stages, config, optimizer, tied, make_scheduler=scheduler if optimizer == "adamw" else None)
         found[name] = differences(pipeline, losses, trainer, trainer.run(data))
     return found
+
+
+def against_torch(schedule):
+    """Largest difference of losses and weights between a delay of 0 and torch's own flushed pipeline."""
+    mesh = PipelineMesh()
+    config = AsyncConfig(micro_batches=4, delay=0, clip_norm=0.5)
+    data = batches(4)
+    ours = build(mesh, config, tied=True)
+    theirs = FlushedBaseline(
+        modules(mesh.stages, tied=True),
+        loss_fn=loss_fn,
+        make_optimizer=adamw,
+        config=config,
+        mesh=mesh,
+        schedule=schedule,
+    )
+    a, b = torch.tensor(ours.run(data)), torch.tensor(theirs.run(data))
+    weights = zip(ours.module.parameters(), theirs.module.parameters(), strict=True)
+    return (a - b).abs().max().item(), max((x - y).abs().max().item() for x, y in weights)
