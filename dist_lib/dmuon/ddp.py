@@ -1,0 +1,134 @@
+"""Data parallel: every rank holds all weights; each matrix is updated by its owner and published after the step.
+
+The gradient of a matrix is reduced to its owner alone, and its new value is broadcast from there, at once or layer by
+layer just before the next forward needs it. All other parameters are cut evenly over the ranks
+(:class:`~dist_lib.dmuon.rest.ShardedRest`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from dist_lib.dmuon.packing import LayerGroup, Pack, lay, take
+from dist_lib.dmuon.rest import Rest, ShardedRest
+from dist_lib.dmuon.runtime import Runtime
+
+
+class Publication:
+    """A pack of weights on its way from its owner; the buffer belongs to the transfer until :meth:`wait`."""
+
+    def __init__(
+        self,
+        pack: Pack,
+        sources: Mapping[str, Tensor] | None,
+        targets: Mapping[str, Parameter],
+        *,
+        src: int,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.pack, self._targets, self._mine = pack, targets, sources is not None
+        names = pack.names
+        if sources is not None:
+            self._buffer = lay([sources[n] for n in names], pack.dtype)
+        else:
+            self._buffer = torch.empty(pack.numel, dtype=pack.dtype, device=targets[names[0]].device)
+        self._work = dist.broadcast(self._buffer, src, group=group, async_op=True)
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        """Block until the weights are here, and put them into the parameters."""
+        if self._work is not None:
+            self._work.wait()
+        if self._mine:
+            return
+        parameters = [self._targets[n] for n in self.pack.names]
+        for p, view in zip(parameters, take(self._buffer, [p.shape for p in parameters]), strict=True):
+            p.copy_(view)
+
+
+class DMuonDDP(Runtime):
+    """Owner-sharded Muon over replicated weights.
+
+    Handles parameters that some or all ranks do not use, modules used several times, tied weights, owners without a
+    matrix, accumulation (:meth:`no_sync`) and mixed precision per parameter. Weights that belong to no layer are
+    always published at once. Buffers, such as running means, are set equal once, at the start, and are each rank's own
+    afterwards.
+
+    For arguments and errors see :class:`~dist_lib.dmuon.runtime.Runtime`; ``group`` is the data-parallel group.
+    """
+
+    mode = "ddp"
+
+    def _make_rest(self, rest: dict[str, Parameter]) -> Rest:
+        self._pending: dict[str, list[Publication]] = {}
+        return ShardedRest(
+            rest,
+            self.config,
+            self.reducer,
+            self.log,
+            rank=self.rank,
+            world_size=self.world_size,
+            group=self.group,
+        )
+
+    def _transport(self, pack: Pack, flat: Tensor) -> Tensor | None:
+        reduced = self.reducer.reduce_to_owner(flat, self.ranks[pack.owner], group=self.group)
+        return reduced if pack.owner == self.rank else None
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Broadcast the owners' weights, layers in the model's order; and the other parameters. Collective.
+
+        Raises:
+            RuntimeError: the last publication has not been waited for.
+        """
+        if self._pending:
+            raise RuntimeError(f"layers {sorted(self._pending)} still wait for the last publication: call drain()")
+        self.rest.publish()
+        self._started = self.log.mark()
+        for group in self.groups:
+            self._pending[group.layer] = [self._send(pack) for pack in group.packs]
+        if self.config.publish == "sync":
+            self.drain()
+        else:
+            self._wait("")
+
+    def _send(self, pack: Pack) -> Publication:
+        mine = pack.owner == self.rank
+        return Publication(
+            pack, self.masters if mine else None, self.matrices, src=self.ranks[pack.owner], group=self.group
+        )
+
+    def _wait(self, layer: str) -> None:
+        start = self.log.mark()
+        for publication in self._pending.pop(layer, ()):
+            publication.wait()
+            self.log.add("publish", layer, publication.pack.publish_bytes, self._started)
+            self.log.add("wait", layer, 0, start)
+            start = self.log.mark()
+
+    def drain(self) -> None:
+        """Wait for everything on its way; afterwards every rank holds all new weights."""
+        for layer in list(self._pending):
+            self._wait(layer)
+
+    def _before_forward(self, group: LayerGroup) -> None:
+        if group.layer in self._pending:
+            self._wait(group.layer)
+
+    def _after_forward(self, group: LayerGroup) -> None:
+        pass
+
+    def _before_backward(self, group: LayerGroup) -> None:
+        pass
+
+    def _after_backward(self, group: LayerGroup) -> None:
+        pass
+
+    def _before_state_dict(self) -> None:
+        self.drain()
