@@ -155,13 +155,13 @@ def stationary_second_moment(
     size, s = delay + 3, mode.error_feedback
     at_momentum, at_update = delay + 1, delay + 2
     identity = np.eye(size)
-    gradient, unit = identity[delay], 1.0  # the gradient is this row of the state, and the noise
+    gradient = identity[delay]  # this row of the state, plus the noise
     momentum = beta * identity[at_momentum] + (1.0 - beta) * gradient
-    momentum_noise = (1.0 - beta) * unit
+    momentum_noise = 1.0 - beta
     update, update_noise = momentum, momentum_noise
     if nesterov:
         update = beta * momentum + (1.0 - beta) * gradient
-        update_noise = beta * momentum_noise + (1.0 - beta) * unit
+        update_noise = beta * momentum_noise + 1.0 - beta
     update, update_noise = kappa * update, kappa * update_noise
     matrix, drive = np.zeros((size, size)), np.zeros(size)
     matrix[0] = identity[0] - (1.0 + s) * update + s * identity[at_update]
