@@ -40,7 +40,7 @@ def format_schedule(schedule: Schedule, *, forward: int = 1, backward: int = 2, 
     simulation = simulate(schedule, times)
     columns = round(simulation.makespan_s)
     width = 1 + max(len(_label(schedule, e)) for e in simulation.events)
-    lines = []
+    lines, margin = [], len(f"stage {schedule.stages - 1}") + 2
     for stage in range(schedule.stages):
         work, weights = ["."] * columns, ["."] * columns
         for event in simulation.events:
@@ -48,9 +48,9 @@ def format_schedule(schedule: Schedule, *, forward: int = 1, backward: int = 2, 
                 first, end = round(event.start_s), round(event.end_s)
                 work[first:end] = [_label(schedule, event), *["=" * (width - 1)] * (end - first - 1)]
                 weights[first:end] = [str(event.action.version)] * (end - first)
-        lines.append(f"stage {stage}  " + "".join(cell.ljust(width) for cell in work).rstrip())
+        lines.append(f"stage {stage}".ljust(margin) + "".join(cell.ljust(width) for cell in work).rstrip())
         if versions:
-            lines.append("weights  " + "".join(cell.ljust(width) for cell in weights).rstrip())
+            lines.append("weights".ljust(margin) + "".join(cell.ljust(width) for cell in weights).rstrip())
     return "\n".join(lines)
 
 

@@ -2,8 +2,9 @@
 
 They are what the literature quotes and what the simulator must equal; they know no latency, no optimizer time and no
 imbalance. Sizes: p = ``stages``, m = ``micro_batches`` in a batch, K = ``batches``, v = ``chunks``. The forms for
-GPipe, 1F1B, interleaving and ZB-H1 are those of the papers named in :mod:`~dist_lib.async_pipeline.schedules`; the ones over a
-finite run without flush, the extension of ZB-H1 to ``m < p`` and of PipeDream to ``m > 1`` are our derivations.
+GPipe, 1F1B, interleaving and ZB-H1 are those of the papers named in :mod:`~dist_lib.async_pipeline.schedules`; the
+ones over a finite run without flush, the extension of ZB-H1 to ``m < p`` and of PipeDream to ``m > 1`` are our
+derivations.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def gradient_delay(name: Name, *, stage: int, stages: int, micro_batches: int) -
 
 
 def weight_copies(name: Name, *, stage: int, stages: int, micro_batches: int) -> int:
-    """Weight versions that a stage keeps: 1 when flushed, 2 for 2BW, up to ``p - s`` for PipeDream (one more than it lags).
+    """Weight versions that a stage keeps: 1 when flushed, 2 for 2BW, at most ``p - s`` for PipeDream: the delay plus 1.
 
     With the late updates of our 2BW order the last stage could do with one version, as it holds a second gradient
     instead; so its simulated count is 1.
