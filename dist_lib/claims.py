@@ -23,6 +23,7 @@ LABELS: dict[str, str] = {
     "contradicted": "we see something else",
 }
 PAPERS = ("DMuon", "AGoQ", "One-step delay", "PULSE", "Muon", "this book")
+NO_HARDWARE = "none: nothing was run"
 _DEFAULT = Path(__file__).resolve().parents[1] / "data" / "claims.toml"
 _NEEDS_OUR_VALUE = ("reproduced", "same direction", "modelled", "recorded on GPU", "contradicted")
 
@@ -153,6 +154,21 @@ def _cell(value: object) -> str:
     return html.escape(text)
 
 
+def _filters(claims: Sequence[Claim]) -> str:
+    """A text box, and a select for each of paper, label and hardware; each inside its label."""
+    choices: dict[str, Sequence[str]] = {
+        "paper": [p for p in PAPERS if any(c.paper == p for c in claims)],
+        "label": list(LABELS),
+        "hardware": sorted({c.hardware or NO_HARDWARE for c in claims}, key=lambda h: (h == NO_HARDWARE, h)),
+    }
+    form = '<div class="book-filters"><label>Search <input type="search" data-text="1"></label>'
+    for name, values in choices.items():
+        options = "".join(f'<option value="{html.escape(v)}">{html.escape(v)}</option>' for v in values)
+        form += f'<label>{name.capitalize()} <select data-column="{name}"><option value="">all</option>{options}'
+        form += "</select></label>"
+    return form + '<span class="book-count" role="status"></span></div>'
+
+
 def claims_html(claims: Sequence[Claim], *, filters: bool = False) -> str:
     """The ledger as an HTML table, with a text box and selects above it if ``filters``."""
     rows = []
@@ -164,21 +180,15 @@ def claims_html(claims: Sequence[Claim], *, filters: bool = False) -> str:
         about = "<br>".join(p for p in (html.escape(c.hardware), how, html.escape(c.note)) if p)
         kind = c.label.replace(" ", "-").lower()
         rows.append(
-            f'<tr id="claim-{c.id}" data-paper="{html.escape(c.paper)}" data-label="{c.label}">'
+            f'<tr id="claim-{c.id}" data-paper="{html.escape(c.paper)}" data-label="{c.label}" '
+            f'data-hardware="{html.escape(c.hardware or NO_HARDWARE)}">'
             f'<td>{html.escape(c.statement)}<br><span class="book-place">{html.escape(c.paper)}, '
             f'{html.escape(c.place)}</span><br><span class="book-how">{about}</span></td>'
             f'<td class="book-number">{paper}</td><td class="book-number">{ours}</td>'
             f'<td><span class="book-label {kind}">{c.label}</span></td></tr>'
         )
     head = "<tr><th>claim</th><th>stated</th><th>here</th><th>label</th></tr>"
-    form = ""
-    if filters:
-        form = '<div class="book-filters"><label>Search <input type="search" data-text="1"></label>'
-        for name, values in (("paper", [p for p in PAPERS if any(c.paper == p for c in claims)]), ("label", LABELS)):
-            options = "".join(f'<option value="{html.escape(v)}">{html.escape(v)}</option>' for v in values)
-            form += f'<label>{name.capitalize()} <select data-column="{name}"><option value="">all</option>{options}'
-            form += "</select></label>"
-        form += '<span class="book-count" role="status"></span></div>'
+    form = _filters(claims) if filters else ""
     cls = "book-ledger filters" if filters else "book-ledger"
     return (
         f'<div class="{cls}">{form}<div class="book-scroll" tabindex="0" role="region" aria-label="Claims">'

@@ -60,6 +60,24 @@ def test_colours_follow_the_theme_button(site: str, open_page) -> None:
     assert drawing(page) + accessibility(page) == []
 
 
+@pytest.mark.parametrize("column", ["paper", "label", "hardware"])
+def test_the_ledgers_filters_keep_the_rows_they_name(column: str, site: str, open_page) -> None:
+    page = open_page()
+    page.goto(site + "book/claims.html", wait_until="load")
+    select, rows = page.get_by_role("combobox", name=column.capitalize()), page.locator(".book-ledger.filters tbody tr")
+    total = rows.count()
+    values = [v for v in select.locator("option").evaluate_all("all => all.map(o => o.value)") if v]
+    assert len(values) > 1, f"there is nothing to choose for {column}"
+    kept = 0
+    for value in values:
+        select.select_option(value)
+        shown = rows.evaluate_all("(all, c) => all.filter(r => r.offsetHeight > 0).map(r => r.dataset[c])", column)
+        assert set(shown) <= {value}
+        assert page.locator(".book-count").inner_text() == f"{len(shown)} of {total} claims"
+        kept += len(shown)
+    assert kept == total, "every row belongs to one choice"
+
+
 def broken_copy(tmp_path: Path, change) -> str:
     """A site of one figure page with a planted fault; returns the page's address."""
     address = figure_pages()[0]

@@ -1,9 +1,12 @@
 """The claims ledger refuses rows that contradict themselves, and prints what it holds."""
 
+import html
+import re
+
 import pytest
 
 from dist_lib import claims
-from dist_lib.claims import LABELS, Claim, ClaimError, claims_html, load_claims
+from dist_lib.claims import LABELS, NO_HARDWARE, Claim, ClaimError, claims_html, load_claims
 
 GOOD = {
     "id": "a",
@@ -88,3 +91,15 @@ def test_the_table_escapes_text_and_offers_every_label():
     assert "a &lt; b &amp; c" in page and "a < b" not in page
     assert all(label in page for label in LABELS) and 'id="claim-a"' in page
     assert "<form" not in claims_html([made()]) and "book-filters" not in claims_html([made()])
+
+
+def test_the_filters_offer_the_hardware_of_the_rows_and_each_select_has_its_label():
+    gpu = made(id="b", hardware='one "H200" GPU')
+    none = made(id="c", label="not attempted", our_value=None, hardware="", note="n")
+    page = claims_html([gpu, none, made(), made(id="d")], filters=True)
+    offered = re.search(r'<select data-column="hardware">(.*?)</select>', page).group(1)
+    values = [html.unescape(v) for v in re.findall(r'<option value="([^"]*)">', offered)]
+    assert values == ["", made().hardware, 'one "H200" GPU', NO_HARDWARE]
+    rows = {i: html.unescape(h) for i, h in re.findall(r'<tr id="claim-(\w)"[^>]* data-hardware="([^"]*)"', page)}
+    assert rows == {"b": 'one "H200" GPU', "c": NO_HARDWARE, "a": made().hardware, "d": made().hardware}
+    assert page.count("<select") == len(re.findall(r"<label>\w+ <select[^>]*>.*?</select></label>", page)) == 3
