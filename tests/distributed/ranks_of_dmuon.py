@@ -1,6 +1,7 @@
 """Models and rank functions of the tests of owner-sharded Muon; apart from the tests, so that no rank needs pytest."""
 
 import copy
+import os
 import random
 
 import torch
@@ -8,14 +9,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from dist_lib.comm import ExactReducer
+from dist_lib.comm import CommCounter, ExactReducer
 from dist_lib.comm import collectives as c
 from dist_lib.dmuon import make_plan
-from dist_lib.dmuon.config import RuntimeConfig
+from dist_lib.dmuon.config import Precision, RuntimeConfig
 from dist_lib.dmuon.ddp import DMuonDDP
 from dist_lib.dmuon.optimizer import DMuon
-from dist_lib.optim import MuonWithAdamW, split_parameters
+from dist_lib.optim import Muon, MuonWithAdamW, split_parameters
 
+ROUTES = ("muon", "adamw")
 OPTIONS = {"lr": 0.02, "weight_decay": 0.05, "momentum": 0.9}
 
 
@@ -146,3 +148,346 @@ def against_reference(publish, plans, steps=5):
         runtime.close()
         copy.deepcopy(model)(batch(0, 0))
     return found
+
+
+def same_as(model, reference):
+    return differing(model, reference.model) == [] and ranks_differ(model) == []
+
+
+def accumulation(publish):
+    """Three micro-batches in no_sync and a fourth: bits of local sums; which parameters are used changes each time."""
+    rank = dist.get_rank()
+    reference, model = Reference(Net(seed=1)), Net(seed=1)
+    runtime, optimizer = build(model, config=RuntimeConfig(publish=publish))
+    with CommCounter() as quiet:
+        pass
+    for step in range(3):
+        for micro in range(4):
+            tokens = batch(10 * step + micro, rank)
+            for m in (model, reference.model):
+                m.skip = (rank + step + micro) % 3 != 0
+            reference.model.loss(tokens).backward()
+            if micro < 3:
+                with CommCounter() as counter, runtime.no_sync():
+                    model.loss(tokens).backward()
+                if step == 0:
+                    quiet.records += counter.records
+            else:
+                model.loss(tokens).backward()
+        reference.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    runtime.drain()
+    return same_as(model, reference) and not quiet.records
+
+
+def two_synchronised_backwards():
+    """Without no_sync the second backward's gradients follow the first's to the owner; equal up to rounding."""
+    rank = dist.get_rank()
+    reference, model = Reference(Net(seed=1)), Net(seed=1)
+    runtime, optimizer = build(model)
+    for micro in range(2):
+        reference.model.loss(batch(micro, rank)).backward()
+        model.loss(batch(micro, rank)).backward()
+    optimizer.clip_grad_norm_(float("inf"))
+    local = {n: p.grad.clone() for n, p in reference.model.named_parameters() if p.grad is not None}
+    means = {n: c.all_reduce(g) / dist.get_world_size() for n, g in local.items()}
+    errors = [float((runtime.gradient(n) - means[n]).norm() / means[n].norm()) for n in runtime.reduction.gradients]
+    return len(errors) == sum(n in means for n in runtime.owned) and max(errors, default=0.0) < 1e-6
+
+
+def clipping(max_norm):
+    rank = dist.get_rank()
+    reference, model = Reference(Net(seed=2)), Net(seed=2)
+    _, optimizer = build(model)
+    worst = 0.0
+    for step in range(3):
+        for m in (reference.model, model):
+            m.loss(batch(step, rank)).backward()
+        ours = optimizer.clip_grad_norm_(max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        theirs = reference.step(clip=max_norm)
+        worst = max(worst, float((ours - theirs).abs() / theirs))
+    pairs = zip(model.parameters(), reference.model.parameters(), strict=True)
+    close = all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in pairs)
+    return worst < 1e-6 and close and ranks_differ(model) == []
+
+
+def nonfinite(policy, where):
+    """One rank's gradient of one parameter is infinite: nobody changes anything, everybody knows."""
+    model = Net(seed=2)
+    runtime, optimizer = build(model, nonfinite=policy, config=RuntimeConfig(overlap=False))
+    before = copy.deepcopy(model)
+    model.loss(batch(0, dist.get_rank())).backward()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        p = dict(model.named_parameters())[where]
+        p.grad.view(-1)[0] = float("inf")
+    raised = False
+    try:
+        optimizer.step()
+    except FloatingPointError:
+        raised = True
+    unchanged = differing(model, before) == [] and not optimizer.total_histogram()["layers.0.up.weight"]
+    optimizer.zero_grad()
+    model.loss(batch(1, dist.get_rank())).backward()
+    optimizer.step()  # and training goes on
+    runtime.drain()
+    return unchanged and raised == (policy == "raise") and ranks_differ(model) == [] and differing(model, before) != []
+
+
+def schedules_and_groups():
+    """A scheduler and per-group options reach the owners: as two optimizers of one process with the same options."""
+    rank = dist.get_rank()
+    model, twin = Net(seed=4), Net(seed=4)
+    special = ["layers.0.up.weight", "layers.2.norm.weight"]
+    _, optimizer = build(model, groups=[{"params": special, "name": "slow", "lr": 0.003, "weight_decay": 0.0}])
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1.0 / (1 + t))
+    split = split_parameters(twin)
+    chosen = {k: [[p for n, p in getattr(split, k) if (n in special) == s] for s in (True, False)] for k in ROUTES}
+    slow = {"lr": 0.003, "weight_decay": 0.0}
+    muon = Muon([{"params": chosen["muon"][0], **slow}, {"params": chosen["muon"][1]}], **OPTIONS)
+    adamw = torch.optim.AdamW(
+        [{"params": chosen["adamw"][0], **slow}, {"params": chosen["adamw"][1]}],
+        lr=OPTIONS["lr"],
+        betas=(0.9, 0.95),
+        weight_decay=OPTIONS["weight_decay"],
+    )
+    reference = Reference(twin)
+    reference.optimizer = type("Both", (), {"step": lambda self: (muon.step(), adamw.step())})()
+    rates = [g["lr"] for o in (muon, adamw) for g in o.param_groups]
+    for step in range(3):
+        for m in (model, twin):
+            m.loss(batch(step, rank)).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        reference.step()
+        for rate, g in zip(rates, [g for o in (muon, adamw) for g in o.param_groups], strict=True):
+            g["lr"] = rate / (2 + step)
+    real = {id(p) for g in optimizer.param_groups for p in g["params"]} <= {id(p) for p in model.parameters()}
+    return same_as(model, reference) and real and next(g["name"] for g in optimizer.param_groups) == "slow/muon"
+
+
+def half_precision():
+    """bfloat16 weights of some layers, float32 masters at the owners: as a float32 optimizer beside a rounded model."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Linear(12, 20, bias=False), nn.Linear(20, 12, bias=False), nn.Linear(12, 4))
+    start = copy.deepcopy(model)
+    config = RuntimeConfig(precision=(Precision(r"^[01]\.", torch.bfloat16, torch.float32),), publish="async")
+    split = split_parameters(model, rule=lambda n, p: "muon" if p.ndim == 2 else None)
+    plan = make_plan(split.muon, world)
+    runtime = DMuonDDP(model, plan, split=split, config=config, reducer=ExactReducer(ordered=True))
+    optimizer = DMuon(runtime, **OPTIONS)
+    masters, shown = start, copy.deepcopy(start)
+    inner = Reference(masters)
+    inner.optimizer = MuonWithAdamW(
+        split_parameters(masters, rule=lambda n, p: "muon" if p.ndim == 2 else None), **OPTIONS
+    )
+    for step in range(4):
+        x = torch.randn(5, 12, generator=torch.Generator().manual_seed(10 * step + rank))
+        for p, q in zip(shown.parameters(), masters.parameters(), strict=True):
+            p.data = q.detach().to(torch.bfloat16 if q.shape in ((20, 12), (12, 20)) else torch.float32)
+        for m in (shown, model):
+            m[2](m[1](m[0](x.bfloat16())).float()).square().mean().backward()
+        for p, q in zip(shown.parameters(), masters.parameters(), strict=True):
+            q.grad, p.grad = p.grad.float(), None
+        inner.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    runtime.drain()
+    good = [torch.equal(p, q.to(p.dtype)) for p, q in zip(model.parameters(), masters.parameters(), strict=True)]
+    kept = all(torch.equal(m, dict(masters.named_parameters())[n]) for n, m in runtime.masters.items())
+    return all(good) and kept and all(m.dtype == torch.float32 for m in runtime.masters.values())
+
+
+def message_sizes(config):
+    """Bytes of one step, by operation, and the integers they must be."""
+    world = dist.get_world_size()
+    model = Net(seed=6)
+    runtime, optimizer = build(model, reducer=ExactReducer(), config=config)
+    with CommCounter() as counter:
+        model.loss(batch(0, dist.get_rank())).backward()
+        optimizer.step()
+        runtime.drain()
+    split = split_parameters(model)
+    matrices = sum(p.numel() for _, p in split.muon)
+    chunks = sum(-(-p.numel() // world) for _, p in split.adamw)
+    flags = len(split.muon) + len(split.adamw) + len(runtime.groups) + 2
+    expected = {
+        "all_gather": 4 * chunks,
+        "all_reduce": 4 * flags,
+        "broadcast": 4 * matrices,
+        "reduce": 4 * matrices,
+        "reduce_scatter": 4 * chunks * world,
+    }
+    calls = sum(len(g.packs) for g in runtime.groups)
+    found = counter.table()
+    return {op: n for op, (_, n) in found.items()} == expected and found["reduce"][0] == found["broadcast"][0] == calls
+
+
+def every_feature():
+    """Name and outcome of each check, one launch for all."""
+    checks = {
+        "accumulation": lambda: accumulation("sync"),
+        "accumulation, async": lambda: accumulation("async"),
+        "two backwards": two_synchronised_backwards,
+        "clipping": lambda: clipping(0.05),
+        "clipping, nothing to do": lambda: clipping(1e6),
+        "skip, matrix": lambda: nonfinite("skip", "layers.2.up.weight"),
+        "raise, vector": lambda: nonfinite("raise", "layers.0.norm.bias"),
+        "schedules": schedules_and_groups,
+        "half precision": half_precision,
+        "bytes": lambda: message_sizes(RuntimeConfig()),
+        "bytes, late reduce, async": lambda: message_sizes(RuntimeConfig(overlap=False, publish="async")),
+        "bytes, one message a matrix": lambda: message_sizes(RuntimeConfig(packed=False)),
+    }
+    return {name: check() for name, check in checks.items()}
+
+
+def long_run(steps, width):
+    """Bits on all ranks are equal after every step, while buffers of random sizes come and go between the steps."""
+    rank = dist.get_rank()
+    model = Net(seed=rank, width=width, odd=False)
+    runtime, optimizer = build(model, reducer=ExactReducer(), config=RuntimeConfig(publish="async"), lr=1e-3)
+    rng, kept, first, unequal = random.Random(rank), [], None, 0
+    for step in range(steps):
+        loss = model.loss(batch(step % 7, rank))
+        loss.backward()
+        first = float(loss.detach()) if first is None else first
+        kept.append(torch.full((rng.randrange(1, 5000),), float("nan")))
+        optimizer.step()
+        if len(kept) > 5:
+            del kept[rng.randrange(len(kept))]
+        optimizer.zero_grad()
+        if step % 20 == 0 or step + 1 == steps:
+            runtime.drain()
+            unequal += bool(ranks_differ(model))
+    histogram = optimizer.total_histogram()
+    return unequal, first - float(loss.detach()), set(histogram.values())
+
+
+def disagree(kind):
+    """Rank 1 builds something else than the others."""
+    model, odd = Net(), dist.get_rank() == 1
+    names = [n for n, _ in split_parameters(model).muon]
+    owners = {n: int(odd and kind == "owners") for n in names}
+    config = RuntimeConfig(publish="async" if odd and kind == "config" else "sync")
+    if odd and kind == "model":
+        model.frozen = nn.Linear(12, 13)
+    if odd and kind == "unsupported":
+        model.embed.sparse = True
+    if odd and kind == "options":
+        build(model, owners=owners, momentum=0.5)
+    build(model, owners=owners, config=config)
+
+
+def disagreements():
+    """What each kind raises, on this rank."""
+    found = {}
+    for kind in ("owners", "config", "model", "unsupported", "options"):
+        try:
+            disagree(kind)
+        except Exception as error:
+            found[kind] = type(error).__name__
+    return found
+
+
+def one_dies(step_of_death):
+    """Rank 1 ends in the middle of a step."""
+    model = Net()
+    _, optimizer = build(model)
+    for step in range(4):
+        model.loss(batch(step, dist.get_rank())).backward()
+        if step == step_of_death and dist.get_rank() == 1:
+            os._exit(3)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def refusals():
+    """The message of each thing that must be refused before training."""
+    world = dist.get_world_size()
+    found = {}
+
+    def attempt(name, make):
+        try:
+            make()
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+
+    def changed(change):
+        model = Net()
+        return change(model) or model
+
+    split = split_parameters(Net())
+    attempt("ddp", lambda: DMuonDDP(nn.parallel.DistributedDataParallel(Net(), find_unused_parameters=True)))
+    attempt("compiled", lambda: DMuonDDP(torch.compile(Net())))
+    attempt("sparse", lambda: DMuonDDP(changed(lambda m: setattr(m.embed, "sparse", True))))
+    attempt("meta", lambda: DMuonDDP(changed(lambda m: m.to("meta"))))
+    attempt("frozen", lambda: DMuonDDP(changed(lambda m: m.requires_grad_(False))))
+    attempt("world", lambda: DMuonDDP(Net(), make_plan(split.muon, world + 1)))
+    attempt("other model", lambda: DMuonDDP(Net(width=8), make_plan(split.muon, world)))
+    attempt("split", lambda: DMuonDDP(Net(), split=split))
+    attempt("layer_of", lambda: DMuonDDP(Net(), layer_of=lambda name: "layers"[: len(name) % 7]))
+    attempt("publish", lambda: RuntimeConfig(publish="later"))
+    attempt("dtype", lambda: Precision("x", torch.int8))
+    attempt("pattern", lambda: Precision("("))
+    runtime = DMuonDDP(Net())
+    attempt("option", lambda: DMuon(runtime, rho=1))
+    attempt("negative", lambda: DMuon(runtime, lr=-1.0))
+    attempt("twice", lambda: DMuon(runtime, groups=[{"params": ["layers.0.up.weight"] * 2}]))
+    attempt("unknown", lambda: DMuon(runtime, groups=[{"params": ["nobody"]}]))
+    optimizer = DMuon(runtime, **OPTIONS)
+    attempt("state_dict", optimizer.state_dict)
+    attempt("add", lambda: optimizer.add_param_group({"params": []}))
+    attempt("norm", lambda: optimizer.clip_grad_norm_(0.0))
+    runtime.model.loss(batch(0, 0)).backward()
+    attempt("clear", optimizer.zero_grad)
+    optimizer.clip_grad_norm_(1.0)
+    attempt("again", lambda: runtime.model.loss(batch(0, 0)).backward())
+    runtime.publish()
+    optimizer.zero_grad()
+    return found
+
+
+def timeline():
+    """Events of two asynchronous steps, of all ranks."""
+    model = Net(seed=6)
+    runtime, optimizer = build(model, config=RuntimeConfig(publish="async", record=True))
+    for step in range(2):
+        model.loss(batch(step, dist.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    runtime.drain()
+    layers = [g.layer for g in runtime.groups]
+    return layers, {g.layer: g.publish_bytes for g in runtime.groups}, runtime.log.gather()
+
+
+def shapes(cases):
+    """Single rows and columns, primes, one element: owners' results as one process, for each list of shapes."""
+    rank, wrong = dist.get_rank(), []
+    for case in cases:
+        torch.manual_seed(7)
+        model = nn.Module()
+        model.ws = nn.ParameterList(nn.Parameter(torch.randn(*s)) for s in case)
+        model.forward = lambda x, model=model: sum((w * torch.full_like(w, x).cumsum(1)).sum() for w in model.ws)
+        twin = copy.deepcopy(model)
+        split = split_parameters(model, rule=lambda n, p: "muon")
+        runtime = DMuonDDP(model, split=split, reducer=ExactReducer(ordered=True))
+        optimizer = DMuon(runtime, **OPTIONS)
+        muon = Muon(list(twin.ws), **OPTIONS)
+        for step in range(3):
+            model(float(rank + step + 1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            grads = [
+                [torch.full_like(w, float(r + step + 1)).cumsum(1) for w in twin.ws] for r in range(runtime.world_size)
+            ]
+            for i, w in enumerate(twin.ws):
+                w.grad = sum(g[i] for g in grads) / runtime.world_size
+            muon.step()
+        if differing(model, twin) or ranks_differ(model):
+            wrong.append(case)
+    return wrong
