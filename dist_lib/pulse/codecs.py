@@ -1,0 +1,229 @@
+"""Three ways to write which cells of a segment changed, and to what.
+
+``paper`` is the format that the paper's numbers were made with: row and column deltas in the narrowest types, absolute
+values, zstd level 1. ``fast`` writes gaps as bytes and differences of bit patterns instead of values. ``small`` uses
+what the receiver already knows, the old exponent, and entropy codes the rest (:mod:`dist_lib.pulse.small`). ``full``
+is no codec of changes: all words of a segment in byte planes, for tensors that the base does not have.
+
+A segment is at most 2^22 consecutive cells of one tensor, so memory stays bounded and positions fit 32 bits in a
+tensor of any size. Differences are exact integers modulo 2^bits: they must be applied once and to the right base,
+which the digests of a patch guarantee; absolute values may be applied twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dist_lib.pulse.errors import MissingPackageError
+from dist_lib.pulse.state import TensorSpec
+from dist_lib.pulse.wire import Reader, Words, Writer, pack, planes, unpack, unplanes, unzigzag, zigzag
+
+SEGMENT = 1 << 22
+
+
+def kernels() -> Any:
+    """The compiled loops.
+
+    Raises:
+        MissingPackageError: Numba is not installed.
+    """
+    try:
+        from dist_lib.pulse import _kernels
+    except ImportError as error:
+        raise MissingPackageError("numba", "coding a patch") from error
+    return _kernels
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a segment lies: what tensor it is of, and its first cell."""
+
+    spec: TensorSpec
+    start: int
+
+    @property
+    def row(self) -> int:
+        """Cells of a row when the tensor is seen as a matrix: one row for each index of its first dimension."""
+        shape = self.spec.shape
+        rows = shape[0] if len(shape) > 1 else 1
+        return max(1, self.spec.cells // max(1, rows))
+
+
+def _narrowest(values: Words, least: int) -> np.dtype[Any]:
+    most = int(values.max(initial=0))
+    return np.dtype(next(f"<u{w}" for w in (1, 2, 4, 8) if w >= least and most < 1 << (8 * w)))
+
+
+def _paper_encode(out: Writer, old: Words, new: Words, positions: Words, place: Place) -> None:
+    flat = positions.astype(np.int64) + (place.start % place.row)
+    rows, columns = np.divmod(flat, place.row)
+    row_step = np.diff(rows, prepend=0)
+    same = row_step == 0
+    same[0] = False
+    column_step = np.where(same, np.diff(columns, prepend=0), columns)
+    row_step, column_step = (a.astype(_narrowest(a, w)) for a, w in ((row_step, 1), (column_step, 2)))
+    out.byte(row_step.itemsize)
+    out.byte(column_step.itemsize)
+    out.raw(pack(row_step.tobytes() + column_step.tobytes() + new[positions].tobytes()))
+
+
+def _paper_decode(data: Reader, old: Words, count: int, place: Place) -> Words:
+    kinds = data.byte(8), data.byte(8)
+    if kinds[0] not in (1, 2, 4) or kinds[1] not in (2, 4, 8):
+        raise data.fail(f"indices of {kinds} bytes")
+    width = old.itemsize
+    content = unpack(data.rest(), count * (sum(kinds) + width), data.what)
+    ends = count * kinds[0], count * sum(kinds)
+    row_step = content[: ends[0]].view(f"<u{kinds[0]}")
+    column_step = content[ends[0] : ends[1]].view(f"<u{kinds[1]}").astype(np.uint64)
+    if (_narrowest(row_step, 1).itemsize, _narrowest(column_step, 2).itemsize) != kinds:
+        raise data.fail("indices in a wider type than they need")
+    if int(row_step.astype(np.uint64).sum()) > old.size or int(column_step.max()) >= place.row:
+        raise data.fail("indices outside the segment")
+    steps = column_step.astype(np.int64)
+    turn = row_step > 0
+    turn[0] = True
+    if not bool((steps[~turn] > 0).all()):
+        raise data.fail("indices that do not increase")
+    reached = np.cumsum(steps)
+    carried = np.where(turn, reached - steps, 0)
+    columns = reached - np.maximum.accumulate(carried)
+    flat = np.cumsum(row_step, dtype=np.int64) * place.row + columns - place.start % place.row
+    if int(columns.max()) >= place.row or int(flat[0]) < 0 or int(flat[-1]) >= old.size:
+        raise data.fail("indices outside the segment")
+    values = content[ends[1] :].view(old.dtype)
+    if bool((old[flat] == values).any()):
+        raise data.fail("a change that changes nothing")
+    patched = old.copy()
+    patched[flat] = values
+    return patched
+
+
+def _fast_encode(out: Writer, old: Words, new: Words, positions: Words, place: Place) -> None:
+    count, width = positions.size, old.itemsize
+    gaps, escapes = np.empty(count, np.uint8), np.empty(5 * (old.size // 255 + 1), np.uint8)
+    used = kernels().gap_pack(positions, gaps, escapes)
+    z = zigzag(old[positions], new[positions])
+    wide = (z[z >= 255] - z.dtype.type(255)) if width == 2 else z[:0]
+    low = np.minimum(z, 255).astype(np.uint8) if width == 2 else planes(z)
+    out.number(used)
+    out.number(wide.size)
+    out.raw(pack(b"".join(a.tobytes() for a in (gaps, escapes[:used], low, planes(wide)))))
+
+
+def _fast_decode(data: Reader, old: Words, count: int, place: Place) -> Words:
+    width = old.itemsize
+    used, wide = data.number(5 * (old.size // 255 + 1)), data.number(count if width == 2 else 0)
+    low = count if width == 2 else count * width
+    content = unpack(data.rest(), count + used + low + wide * width, data.what)
+    positions = np.empty(count, np.uint32)
+    parts = np.split(content, np.cumsum([count, used, low]))
+    if kernels().gap_unpack(parts[0], parts[1], old.size, positions) < 0:
+        raise data.fail("gaps that leave the segment or are not canonical")
+    if width == 2:
+        z = parts[2].astype(np.uint16)
+        escaped = z == 255
+        rest = unplanes(parts[3], 2)
+        if int(escaped.sum()) != wide or int(rest.max(initial=0)) > 65535 - 255:
+            raise data.fail("escapes that do not match")
+        z[escaped] += rest
+    else:
+        z = unplanes(parts[2], width)
+    if not bool(z.all()):
+        raise data.fail("a change that changes nothing")
+    patched = old.copy()
+    patched[positions] = unzigzag(old[positions], z)
+    return patched
+
+
+def _small_encode(out: Writer, old: Words, new: Words, positions: Words, place: Place) -> None:
+    from dist_lib.pulse.small import encode
+
+    encode(out, old, zigzag(old[positions], new[positions]), positions, place.spec.dtype)
+
+
+def _small_decode(data: Reader, old: Words, count: int, place: Place) -> Words:
+    from dist_lib.pulse.small import decode
+
+    positions, z = decode(data, old, count, place.spec.dtype)
+    patched = old.copy()
+    patched[positions] = unzigzag(old[positions], z)
+    return patched
+
+
+@dataclass(frozen=True)
+class Codec:
+    """A name, its number in the format, and the two directions for one segment."""
+
+    name: str
+    number: int
+    encode: Callable[[Writer, Words, Words, Words, Place], None]
+    decode: Callable[[Reader, Words, int, Place], Words]
+
+
+CODECS: Mapping[str, Codec] = {
+    c.name: c
+    for c in (
+        Codec("paper", 1, _paper_encode, _paper_decode),
+        Codec("fast", 2, _fast_encode, _fast_decode),
+        Codec("small", 3, _small_encode, _small_decode),
+    )
+}
+
+
+def get_codec(name: str) -> Codec:
+    """The codec of this name.
+
+    Raises:
+        ValueError: there is none; the message lists all.
+    """
+    try:
+        return CODECS[name]
+    except KeyError:
+        raise ValueError(f"there is no codec {name!r}; choose one of {', '.join(CODECS)}") from None
+
+
+def encode_segment(codec: Codec, old: Words, new: Words, place: Place) -> bytes:
+    """Code the change from ``old`` to ``new`` (1-D words of one segment); nothing for no change."""
+    positions = np.flatnonzero(old != new).astype(np.uint32)
+    if positions.size == 0:
+        return b""
+    out = Writer()
+    out.number(positions.size)
+    codec.encode(out, old, new, positions, place)
+    return out.done()
+
+
+def decode_segment(codec: Codec, data: memoryview, old: Words, place: Place) -> Words:
+    """The new words of a segment, in memory of their own.
+
+    Raises:
+        CorruptPatchError: these bytes are not what :func:`encode_segment` writes for any change of ``old``.
+    """
+    if not data:
+        return old.copy()
+    reader = Reader(data, f"segment at cell {place.start}")
+    count = reader.number(old.size)
+    if count == 0:
+        raise reader.fail("an empty change that is written out")
+    new = codec.decode(reader, old, count, place)
+    reader.end()
+    return new
+
+
+def encode_full(new: Words) -> bytes:
+    """All words of a segment in byte planes, compressed."""
+    return pack(planes(new))
+
+
+def decode_full(data: memoryview, cells: int, width: int, what: str) -> Words:
+    """Inverse of :func:`encode_full` for ``cells`` words of ``width`` bytes.
+
+    Raises:
+        CorruptPatchError: see :func:`~dist_lib.pulse.wire.unpack`.
+    """
+    return unplanes(unpack(data, cells * width, what), width)

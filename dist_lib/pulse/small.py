@@ -1,0 +1,260 @@
+"""The smallest codec: what the receiver knows already is not sent.
+
+A cell changes the more likely, the smaller its old exponent is. Cells are grouped into classes by that exponent, the
+ranks of changed cells inside each class are Rice coded with a parameter of the class (of unchanged ones where more
+than half changed), and differences of bit patterns are coded by rANS with a frequency table for each group of
+classes: a large weight only ever moves by one spacing, a small one by many. The decoder derives classes, their sizes
+and groups from the base; every other degree of freedom is either written or refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+
+from dist_lib.pulse.codecs import kernels
+from dist_lib.pulse.wire import Reader, Words, Writer
+
+# (shift, mask) of the exponent in a cell; other dtypes have a single class.
+EXPONENTS: Mapping[torch.dtype, tuple[int, int]] = {
+    torch.bfloat16: (7, 255),
+    torch.float16: (10, 31),
+    torch.float32: (23, 255),
+    torch.float64: (52, 2047),
+    torch.float8_e4m3fn: (3, 15),
+    torch.float8_e5m2: (2, 31),
+}
+MOST_CLASSES = 24
+SYMBOLS = 185  # below 128 a difference itself, then one for each bit length from 8 to 64
+SCALE = 4096
+GROUP = 256  # changed cells that a frequency table must serve
+
+
+def _layout(old: Words, dtype: torch.dtype, first: int, classes: int) -> tuple[Words, Words]:
+    shift, mask = EXPONENTS.get(dtype, (0, 0))
+    of_cell = np.empty(old.size, np.uint8)
+    members = np.empty((classes, -(-old.size // 64)), np.uint8)
+    kernels().classify(old, shift, mask, first, classes, of_cell, members)
+    return of_cell, members
+
+
+def _choose(exponents: Words) -> tuple[int, int]:
+    """First exponent and number of classes: the rarest 1 % below are one class, all above the highest another."""
+    found = np.bincount(exponents)
+    first = int(np.searchsorted(np.cumsum(found), exponents.size // 100, side="right"))
+    last = found.size - 1
+    first = max(first, last + 2 - MOST_CLASSES)
+    return first, last + 2 - first
+
+
+def _groups(counts: Words) -> Words:
+    """Group of each class: neighbours are joined until a group has enough changed cells for a table of its own."""
+    groups, group, held = np.zeros(counts.size, np.uint8), 0, 0
+    for c, count in enumerate(counts):
+        groups[c] = group
+        held += int(count)
+        if held >= GROUP and int(counts[c + 1 :].sum()) >= GROUP:
+            group, held = group + 1, 0
+    return groups
+
+
+def _normalise(counts: Words) -> Words:
+    """Frequencies that sum to 4096, none of a used symbol zero; deterministic."""
+    freq = np.where(counts > 0, np.maximum(1, counts.astype(np.int64) * SCALE // max(1, int(counts.sum()))), 0)
+    spare = SCALE - int(freq.sum())
+    while spare:
+        largest = int(freq.argmax())
+        change = max(spare, 1 - int(freq[largest])) if spare < 0 else spare
+        freq[largest] += change if spare > 0 else max(change, -(int(freq[largest]) // 2))
+        spare = SCALE - int(freq.sum())
+    return freq
+
+
+def _standard() -> Words:
+    """The table for few changes, which has to be written nowhere: falls with the square of the distance."""
+    counts = np.zeros(SYMBOLS, np.int64)
+    distance = (np.arange(1, 128) + 1) // 2
+    counts[1:128] = 100_000 // (distance * distance)
+    counts[128:] = 1
+    return _normalise(counts)
+
+
+def _write_tables(out: Writer, tables: Words) -> None:
+    for table in tables:
+        used = np.flatnonzero(table)
+        out.number(used.size)
+        last = 0
+        for symbol in used:
+            out.number(int(symbol) - last)
+            last = int(symbol)
+        for symbol in used[:-1]:
+            out.number(int(table[symbol]) - 1)
+
+
+def _read_tables(data: Reader, groups: int) -> Words:
+    tables = np.zeros((groups, SYMBOLS), np.int64)
+    for table in tables:
+        used, symbol, left = data.number(SYMBOLS - 1), 0, SCALE
+        symbols = []
+        for _ in range(used):
+            step = data.number(SYMBOLS - 1 - symbol)
+            symbol += step
+            if step == 0:
+                raise data.fail("a table that names a symbol twice")
+            symbols.append(symbol)
+        if not symbols:
+            raise data.fail("a table without symbols")
+        for s in symbols[:-1]:
+            table[s] = 1 + data.number(SCALE)
+            left -= int(table[s])
+        if left < 1:
+            raise data.fail("a table that sums to more than it may")
+        table[symbols[-1]] = left
+    return tables
+
+
+def _bits(tables: Words, counts: Words) -> float:
+    used = counts > 0
+    return float(-(counts[used] * np.log2(tables[used] / SCALE)).sum())
+
+
+def _rice_parameter(members: int, coded: int) -> int:
+    """Low bits of a gap: the floor of log2 of 0.69 times its mean, at least 0."""
+    mean = members / max(1, coded)
+    return max(0, math.floor(math.log2(max(1.0, 0.69 * mean))))
+
+
+def encode(out: Writer, old: Words, z: Words, positions: Words, dtype: torch.dtype) -> None:
+    """Write one segment's changes.
+
+    Args:
+        out: what to append to; the number of changes is written already.
+        old: words of the base, 1-D.
+        z: zigzagged differences at ``positions``, never 0.
+        positions: changed cells, ascending, uint32.
+        dtype: of the tensor.
+    """
+    k = kernels()
+    shift, mask = EXPONENTS.get(dtype, (0, 0))
+    exponents = ((old[positions] >> old.dtype.type(shift)) & old.dtype.type(mask)).astype(np.int64)
+    first, classes = _choose(exponents) if mask else (0, 1)
+    of_cell, members = _layout(old, dtype, first, classes)
+    changed_class = of_cell[positions]
+    order = np.argsort(changed_class, kind="stable")
+    z, positions, changed_class = z[order].astype(np.uint64), positions[order], changed_class[order]
+    counts = np.bincount(changed_class, minlength=classes)
+    out.number(first)
+    out.number(classes)
+    for count in counts:
+        out.number(int(count))
+    sizes = members.sum(1, dtype=np.int64)
+    ranks = np.empty(positions.size, np.uint32)
+    coded, stop = [], 0
+    for c in np.flatnonzero(counts):
+        begin, stop = stop, stop + int(counts[c])
+        k.ranks_of(of_cell, members, c, positions[begin:stop], ranks[begin:stop])
+        chosen, size = ranks[begin:stop], int(sizes[c])
+        if 2 * chosen.size > size:
+            rest = np.empty(size - chosen.size, np.uint32)
+            k.complement(chosen, size, rest)
+            chosen = rest
+        coded.append((chosen, _rice_parameter(size, chosen.size)))
+    symbols = np.empty(z.size, np.uint8)
+    extra = k.symbols_of(z, symbols)
+    need = extra + sum(int(r[-1]) // (1 << p) + r.size * (p + 2) for r, p in coded if r.size)
+    bits = np.zeros(need // 8 + 2, np.uint8)
+    at = 0
+    for chosen, parameter in coded:
+        out.byte(parameter)
+        at = k.rice_pack(chosen, parameter, bits, at)
+    at = k.extra_pack(z, symbols, bits, at)
+    _write_values(out, symbols, changed_class, counts)
+    out.number(-(-at // 8))
+    out.raw(bits[: -(-at // 8)])
+
+
+def _write_values(out: Writer, symbols: Words, changed_class: Words, counts: Words) -> None:
+    group_of = _groups(counts)
+    groups = group_of[changed_class]
+    number = int(group_of.max()) + 1
+    seen = np.bincount(groups.astype(np.int64) * SYMBOLS + symbols, minlength=number * SYMBOLS).reshape(number, SYMBOLS)
+    tables = np.stack([_normalise(s) for s in seen])
+    description = Writer()
+    _write_tables(description, tables)
+    header = description.done()
+    standard = np.tile(_standard(), (number, 1))
+    own = _bits(tables, seen) + 8 * len(header) < _bits(standard, seen)
+    tables = tables if own else standard
+    out.byte(int(own))
+    out.raw(header if own else b"")
+    words = np.empty(symbols.size + 8, np.uint16)
+    top = kernels().rans_pack(symbols, groups, tables.astype(np.uint32), _starts(tables), words)
+    out.number(words.size - top)
+    out.raw(words[top:].astype("<u2"))
+
+
+def _starts(tables: Words) -> Words:
+    return (np.cumsum(tables, 1) - tables).astype(np.uint32)
+
+
+def _read_values(data: Reader, changed_class: Words, counts: Words) -> Words:
+    group_of = _groups(counts)
+    number = int(group_of.max()) + 1
+    tables = _read_tables(data, number) if data.byte(1) else np.tile(_standard(), (number, 1))
+    words = data.number(changed_class.size + 8)
+    stream = np.frombuffer(bytearray(data.raw(2 * words)), "<u2")
+    lookup = np.stack([np.repeat(np.arange(SYMBOLS, dtype=np.uint8), t) for t in tables])
+    symbols = np.empty(changed_class.size, np.uint8)
+    freq, starts = tables.astype(np.uint32), _starts(tables)
+    if kernels().rans_unpack(stream, group_of[changed_class], freq, starts, lookup, symbols) < 0:
+        raise data.fail("differences that do not decode")
+    return symbols
+
+
+def decode(data: Reader, old: Words, count: int, dtype: torch.dtype) -> tuple[Words, Words]:
+    """Inverse of :func:`encode`: positions (each once, grouped by class) and differences in the base's word type.
+
+    Raises:
+        CorruptPatchError: bytes that :func:`encode` writes for no change of ``old``.
+    """
+    k = kernels()
+    mask = EXPONENTS.get(dtype, (0, 0))[1]
+    first, classes = data.number(mask), data.number(MOST_CLASSES if mask else 1)
+    if classes == 0:
+        raise data.fail("no classes")
+    counts = np.array([data.number(count) for _ in range(classes)], np.int64)
+    if int(counts.sum()) != count:
+        raise data.fail("classes that do not add up")
+    of_cell, members = _layout(old, dtype, first, classes)
+    sizes = members.sum(1, dtype=np.int64)
+    if bool((counts > sizes).any()):
+        raise data.fail("more changes than cells in a class")
+    used = np.flatnonzero(counts)
+    parameters = [data.byte(31) for _ in used]
+    changed_class = np.repeat(np.arange(classes, dtype=np.uint8), counts)
+    symbols = _read_values(data, changed_class, counts)
+    bits = np.frombuffer(bytearray(data.raw(data.number(data.left))), np.uint8)
+    positions = np.empty(count, np.uint32)
+    at, stop = 0, 0
+    for c, parameter in zip(used, parameters, strict=True):
+        begin, stop = stop, stop + int(counts[c])
+        size = int(sizes[c])
+        flip = 2 * int(counts[c]) > size
+        ranks = np.empty(size - int(counts[c]) if flip else int(counts[c]), np.uint32)
+        at = k.rice_unpack(bits, at, parameter, size, ranks)
+        if at < 0 or parameter != _rice_parameter(size, ranks.size):
+            raise data.fail("ranks that do not decode")
+        if flip:
+            rest = np.empty(int(counts[c]), np.uint32)
+            k.complement(ranks, size, rest)
+            ranks = rest
+        if k.select(of_cell, members, c, ranks, positions[begin:stop]) < 0:
+            raise data.fail("ranks outside their class")
+    z = np.empty(count, np.uint64)
+    at = k.extra_unpack(bits, at, symbols, np.uint64(2 ** (8 * old.itemsize) - 1), z)
+    if at < 0 or bits.size != -(-at // 8) or (at % 8 and int(bits[-1]) >> (at % 8)):
+        raise data.fail("differences that do not decode")
+    return positions, z.astype(old.dtype)
