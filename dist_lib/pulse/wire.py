@@ -111,9 +111,8 @@ def _zstandard() -> Any:
 def pack(data: bytes | Words) -> bytes:
     """One zstd frame that states its content's size, without a checksum: digests cover the result."""
     compressor = _zstandard().ZstdCompressor(level=ZSTD_LEVEL, write_checksum=False, write_content_size=True)
-    packed: bytes = compressor.compress(
-        memoryview(np.ascontiguousarray(data)) if isinstance(data, np.ndarray) else data
-    )
+    content: Any = np.ascontiguousarray(data) if isinstance(data, np.ndarray) else data
+    packed: bytes = compressor.compress(content)
     return packed
 
 
