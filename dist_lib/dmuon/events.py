@@ -26,7 +26,7 @@ class Event:
         rank: who.
         kind: one of :data:`KINDS`. ``"publish"`` and ``"materialise"`` end when the data has arrived; ``"wait"`` is
             the part of that time in which this rank had nothing else to do.
-        layer: name of the layer, ``""`` for what belongs to none.
+        layer: name of the layer; ``""`` the matrices of no layer, ``"rest"`` the parameters that are no matrices.
         bytes: payload, 0 for computation.
         start, end: seconds of a monotonic clock.
     """

@@ -79,7 +79,7 @@ class ShardedRest:
                 shard = self.shards[name]
                 part = part.to(shard.dtype)
                 shard.grad = part.clone() if shard.grad is None else shard.grad.add_(part)
-            self._log.add("reduce", "", rows.nbytes, start)
+            self._log.add("reduce", "rest", rows.nbytes, start)
 
     def keep_used(self, used: set[str]) -> None:
         """Drop the (zero) gradients of parameters that no rank used."""
@@ -97,7 +97,7 @@ class ShardedRest:
             for name, part in zip(chunks.names, chunks.mine(row, self.rank), strict=True):
                 part.copy_(self.shards[name])
             chunks.join(collectives.all_gather(row, group=self._group), parameters)
-            self._log.add("publish", "", row.nbytes, start)
+            self._log.add("publish", "rest", row.nbytes, start)
 
     @torch.no_grad()
     def adopt(self) -> None:

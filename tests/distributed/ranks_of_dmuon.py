@@ -375,7 +375,7 @@ def disagree(kind):
     owners = {n: int(odd and kind == "owners") for n in names}
     config = RuntimeConfig(publish="async" if odd and kind == "config" else "sync")
     if odd and kind == "model":
-        model.frozen = nn.Linear(12, 13)
+        model.frozen = nn.Linear(12, 13).requires_grad_(False)
     if odd and kind == "unsupported":
         model.embed.sparse = True
     if odd and kind == "options":
@@ -434,7 +434,10 @@ def refusals():
     attempt("publish", lambda: RuntimeConfig(publish="later"))
     attempt("dtype", lambda: Precision("x", torch.int8))
     attempt("pattern", lambda: Precision("("))
-    runtime = DMuonDDP(Net())
+    model = Net()
+    model.unused.requires_grad_(False)
+    model.layers[2].extra.requires_grad_(False)
+    runtime = DMuonDDP(model)
     attempt("option", lambda: DMuon(runtime, rho=1))
     attempt("negative", lambda: DMuon(runtime, lr=-1.0))
     attempt("twice", lambda: DMuon(runtime, groups=[{"params": ["layers.0.up.weight"] * 2}]))

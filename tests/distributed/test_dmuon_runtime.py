@@ -34,14 +34,14 @@ def test_bits_of_one_process_for_every_owner_map(world_size, publish, plans):
     assert launch(against_reference, world_size=world_size, args=(publish, plans)) == [[]] * world_size
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_every_feature(world_size):
     for rank, outcomes in enumerate(launch(every_feature, world_size=world_size)):
         assert [name for name, good in outcomes.items() if not good] == [], f"rank {rank}"
 
 
 def test_five_hundred_steps_bit_equal():
-    for unequal, progress, counts in launch(long_run, world_size=2, args=(500, 16)):
+    for unequal, progress, counts in launch(long_run, world_size=2, args=(500, 8)):
         assert unequal == 0
         assert progress > 0.05
         assert counts == {0, 500}
@@ -105,7 +105,7 @@ def test_timeline_of_events():
             mine = [e for e in events if e.rank == rank]
             for layer in layers:
                 assert sum(e.bytes for e in mine if e.kind == "publish" and e.layer == layer) == 2 * sizes[layer]
-            reduced = [e.layer for e in mine if e.kind == "reduce" and e.layer]
+            reduced = [e.layer for e in mine if e.kind == "reduce" and e.layer != "rest"]
             assert list(dict.fromkeys(reduced)) == layers[::-1]
         assert set(exposed_seconds(events)) <= set(layers)
 
