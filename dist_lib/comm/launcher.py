@@ -76,13 +76,16 @@ def _end_with_parent(alive: Connection) -> None:
 
 
 def _rank_main(rank: int, job: _Job, results: Connection, alive: Connection) -> None:
-    log = os.open(os.path.join(job.directory, f"rank-{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launching process decides; Ctrl-C reaches the whole terminal
+    threading.Thread(target=_end_with_parent, args=(alive,), daemon=True).start()
+    try:
+        log = os.open(os.path.join(job.directory, f"rank-{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    except FileNotFoundError:  # the launch was interrupted while this rank started, and has tidied up: nobody listens
+        os._exit(1)
     os.dup2(log, 1)
     os.dup2(log, 2)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
-    threading.Thread(target=_end_with_parent, args=(alive,), daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launching process decides; Ctrl-C reaches the whole terminal
     try:
         import torch
         import torch.distributed as dist

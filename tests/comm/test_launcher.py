@@ -134,3 +134,27 @@ def test_a_script_that_launches_while_it_is_imported_is_told_what_to_write(tmp_p
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "before it began" in done.stderr and "if __name__ == '__main__':" in done.stderr
+
+
+LATE_RANK = """
+import multiprocessing, sys
+from dist_lib.comm import launcher
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("forkserver")
+    _, send = context.Pipe(duplex=False)
+    watched, hold = context.Pipe(duplex=False)  # `hold` stays open: the rank must see that its folder is gone
+    job = launcher._Job("os", "getpid", None, b"", sys.argv[1], 1, "cpu", 5.0, 1)
+    process = context.Process(target=launcher._rank_main, args=(0, job, send, watched), daemon=True)
+    process.start()
+    process.join(60)
+    print("exit code", process.exitcode)
+"""
+
+
+def test_a_rank_that_starts_after_its_launch_was_interrupted_ends_without_a_word(tmp_path):
+    (tmp_path / "late.py").write_text(LATE_RANK)
+    command = [sys.executable, str(tmp_path / "late.py"), str(tmp_path / "removed")]
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=90)
+    assert (done.stdout, done.stderr) == ("exit code 1\n", "")
