@@ -48,8 +48,6 @@ class StageTimes:
             first = whole - second if second is not None else whole / 2
         if second is None:
             second = whole - first
-        if not math.isclose(first + second, whole, rel_tol=1e-9, abs_tol=1e-15):
-            raise ValueError(f"backward_s={whole} is not the sum of its halves {first} and {second}; leave one out")
         for name, value in (
             ("backward_s", whole),
             ("backward_input_s", first),
@@ -60,6 +58,8 @@ class StageTimes:
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name}={value}: times are finite and not negative")
             object.__setattr__(self, name, float(value))
+        if not math.isclose(first + second, whole, rel_tol=1e-9, abs_tol=1e-15):
+            raise ValueError(f"backward_s={whole} is not the sum of its halves {first} and {second}; leave one out")
 
     def of(self, action: Action, chunks: int) -> float:
         """Seconds that an action takes on a stage with ``chunks`` chunks."""
