@@ -29,11 +29,17 @@ def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(scale.isfinite(), scale, torch.nan)
 
 
+def _over(x: Tensor, number: float) -> Tensor:
+    """``x / number``, rounded once: on a GPU torch would multiply by the reciprocal of a plain number."""
+    return x / torch.full_like(x, number)
+
+
 def _to_grid(x: Tensor, scale: Tensor, limit: float) -> Tensor:
     """``x * limit / scale`` for blocks (..., n) and scales (..., ), by one reciprocal a block; 0 in a NaN block."""
     scale = scale.float()
     lift = torch.where(scale < TINY, LIFT, 1.0)
-    inverse = limit / torch.where(scale > 0, scale * lift, 1.0)
+    divisor = torch.where(scale > 0, scale * lift, 1.0)
+    inverse = torch.full_like(divisor, limit) / divisor  # not ``limit / divisor``: torch rounds that twice
     y = (x * lift[..., None]).mul_(inverse[..., None])
     return y.masked_fill_(scale.isnan()[..., None], 0.0)
 
@@ -43,7 +49,8 @@ def _round(y: Tensor, noise: Tensor | None) -> Tensor:
     if noise is None:
         return y.round_()
     floor = y.floor()
-    return floor + (noise < y - floor)
+    rounded: Tensor = floor + (noise < y - floor)
+    return rounded
 
 
 def _rank(y: Tensor, ranked: Tensor, midpoints: Tensor, noise: Tensor | None) -> Tensor:
@@ -54,10 +61,12 @@ def _rank(y: Tensor, ranked: Tensor, midpoints: Tensor, noise: Tensor | None) ->
             rank += y > midpoint
         return rank
     if noise is None:
-        return torch.bucketize(y, midpoints, out_int32=True)
+        found: Tensor = torch.bucketize(y, midpoints, out_int32=True)
+        return found
     below = (torch.bucketize(y, ranked, right=True) - 1).clamp_(0, len(ranked) - 2)
     low, high = ranked[below], ranked[below + 1]
-    return below + (noise * (high - low) < y - low)
+    at: Tensor = below + (noise * (high - low) < y - low)
+    return at
 
 
 def _codes(y: Tensor, codec: Codec, noise: Tensor | None) -> Tensor:
@@ -95,7 +104,7 @@ def encode(x: Tensor, codec: Codec, scale_dtype: torch.dtype, noise: Tensor | No
     """
     if codec.kind == "minmax":
         low = x.amin(dim=-1)
-        step = _stored((x.amax(dim=-1) - low) / codec.limit, scale_dtype)
+        step = _stored(_over(x.amax(dim=-1) - low, codec.limit), scale_dtype)
         low = low.to(scale_dtype)
         good = step.isfinite() & low.isfinite()
         step, low = torch.where(good, step, torch.nan), torch.where(good, low, torch.nan)
@@ -118,4 +127,4 @@ def decode(packed: Tensor, scales: Tensor, count: int, codec: Codec) -> Tensor:
         grid = signed.float()
     else:
         grid = tables(codec.name, codes.device).values[codes.int()]
-    return grid.mul_((scales.float() / codec.limit)[..., None])
+    return grid.mul_(_over(scales.float(), codec.limit)[..., None])

@@ -24,7 +24,8 @@ def packed_bytes(count: int, bits: int) -> int:
 def _padded(codes: Tensor, multiple: int) -> Tensor:
     """``codes`` (..., n) in groups: (..., ceil(n / multiple), multiple), zeros appended."""
     missing = -codes.shape[-1] % multiple
-    return F.pad(codes, (0, missing)).unflatten(-1, (-1, multiple))
+    padded: Tensor = F.pad(codes, (0, missing)).unflatten(-1, (-1, multiple))
+    return padded
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:

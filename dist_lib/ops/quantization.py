@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dist_lib.ops.block_codes import decode, encode
-from dist_lib.ops.codecs import BLOCK_SIZES, CODECS, SCALE_DTYPES, get_codec
+from dist_lib.ops.codecs import BLOCK_SIZES, CODECS, SCALE_DTYPES, get_codec, tables
 from dist_lib.ops.noise import seed_from, uniform
 from dist_lib.ops.packing import packed_bytes
 
@@ -130,16 +130,17 @@ def _spans(count: int, block_size: int) -> list[tuple[slice, int, int]]:
 @torch.library.custom_op("dist_lib::quantize_blocks", mutates_args=())
 def quantize_blocks(x: Tensor, codec: str, block_size: int, half_scales: bool, seed: int) -> tuple[Tensor, Tensor]:
     """Codes (rows, bytes) uint8 and scales (rows, blocks[, 2]) of ``x`` (rows, numbers); seed -1: nearest rounding."""
-    if quantize_uses_kernel(x) and x.numel():
-        from dist_lib.kernels.quantize import quantize_launch
-
-        with torch.cuda.device_of(x):
-            return quantize_launch(x, codec, block_size, half_scales, seed)
     chosen = CODECS[codec]
     scale_dtype = torch.float16 if half_scales else torch.float32
     rows, count = x.shape
     codes, scales = _empty(x, codec, block_size, scale_dtype)
     if x.numel() == 0:
+        return codes, scales
+    if quantize_uses_kernel(x):
+        from dist_lib.kernels.quantize import quantize_launch
+
+        with torch.cuda.device_of(x):
+            quantize_launch(x, codes, scales, chosen, tables(codec, x.device), block_size, seed)
         return codes, scales
     noise = None if seed == NEAREST else uniform(seed, 0, x.numel(), x.device).view(rows, count)
     wide = x.to(torch.float32, memory_format=torch.contiguous_format)
@@ -175,12 +176,13 @@ def dequantize_blocks(
     out = codes.new_empty((codes.shape[0], count), dtype=dtype)
     if out.numel() == 0:
         return out
+    chosen = CODECS[codec]
     if quantize_uses_kernel(out):
         from dist_lib.kernels.quantize import dequantize_launch
 
         with torch.cuda.device_of(codes):
-            return dequantize_launch(codes, scales, out, codec, block_size)
-    chosen = CODECS[codec]
+            dequantize_launch(codes, scales, out, chosen, tables(codec, codes.device), block_size)
+        return out
     at_byte = at_block = 0
     for span, blocks, size in _spans(count, block_size):
         width = blocks * packed_bytes(size, chosen.bits)
@@ -202,10 +204,11 @@ def accumulate_blocks(codes: Tensor, scales: Tensor, x: Tensor, codec: str, bloc
     if x.numel() == 0:
         return
     if quantize_uses_kernel(x):
-        from dist_lib.kernels.quantize import accumulate_launch
+        from dist_lib.kernels.quantize import quantize_launch
 
+        table = tables(codec, x.device)
         with torch.cuda.device_of(x):
-            accumulate_launch(codes, scales, x, codec, block_size, seed)
+            quantize_launch(x, codes, scales, CODECS[codec], table, block_size, seed, accumulate=True)
         return
     total = torch.ops.dist_lib.dequantize_blocks(codes, scales, x.shape[1], codec, block_size, torch.float32)
     total += x
