@@ -32,8 +32,7 @@ book: $(STAMP) ## build the book from the stored outputs, warnings as errors
 	@$(PY) tools/build_book.py
 
 serve: book ## build the book and serve it on PORT
-	@echo "Open http://127.0.0.1:$(PORT)/ (end with Ctrl-C)"
-	@$(PY) -m http.server $(PORT) --bind 127.0.0.1 --directory _build/html
+	@$(PY) tools/serve_book.py $(PORT)
 
 test: $(STAMP) ## run all tests part by part and print the minutes of each
 	@$(PY) tools/run_tests.py $(if $(PARTS),--parts $(PARTS))
