@@ -134,8 +134,9 @@ class SparsityRecorder:
 
 def ulp(weight: Tensor) -> Tensor:
     """Spacing of bfloat16 at ``weight``, float32: 2^(e-7) for 2^e <= |w| < 2^(e+1), 2^-133 for subnormals."""
-    exponent = torch.frexp(weight.detach().float().abs()).exponent - 1
-    return torch.ldexp(torch.ones_like(weight, dtype=torch.float32), exponent.clamp(min=-126) - 7)
+    size = weight.detach().float().abs()
+    exponent = torch.where(size == 0, -126, torch.frexp(size).exponent - 1)
+    return torch.ldexp(torch.ones_like(size), exponent.clamp(min=-126) - 7)
 
 
 def visible(theta: Tensor, step: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
