@@ -47,6 +47,10 @@ _EDGE = {"width": 1, "color": "rgba(20,20,20,0.35)"}
 _HOVER = "%{y}: batch %{customdata[0]}, micro-batch %{customdata[1]}, weights W(%{customdata[2]})"
 
 
+def _pattern(shape: str | list[str]) -> dict[str, Any]:
+    return {"shape": shape, "size": 7, "solidity": 0.22, "fillmode": "overlay", "fgcolor": "rgba(255,255,255,0.8)"}
+
+
 def _row(stage: int) -> str:
     return f"stage {stage}"
 
@@ -82,7 +86,7 @@ def _boxes(
                 marker={
                     "color": COLORS[kind],
                     "line": _EDGE,
-                    "pattern": {"shape": shapes, "size": 6, "solidity": 0.25, "fgcolor": "rgba(255,255,255,0.85)"},
+                    "pattern": _pattern(shapes),
                 },
                 **more,
             )
@@ -97,8 +101,7 @@ def _version_legend(versions: Sequence[int], **more: Any) -> list[Any]:
         shown = [v for v in versions if v % len(PATTERNS) == k]
         if shown:
             name = "on weights " + ", ".join(f"W({v})" for v in shown[:3]) + (", ..." if len(shown) > 3 else "")
-            pattern = {"shape": shape, "size": 6, "solidity": 0.25, "fgcolor": "rgba(255,255,255,0.85)"}
-            marker = {"color": viz.WORK["idle"], "line": _EDGE, "pattern": pattern}
+            marker = {"color": viz.WORK["idle"], "line": _EDGE, "pattern": _pattern(shape)}
             traces.append(
                 go.Bar(x=[None], y=[_row(0)], orientation="h", name=name, hoverinfo="skip", marker=marker, **more)
             )
@@ -167,10 +170,12 @@ def _describe(events: Sequence[Event], stages: int, length: float, unit: str) ->
     idle = [1 - sum(e.end_s - e.start_s for e in events if e.stage == s) / last if last else 0.0 for s in range(stages)]
     behind = max(e.action.batch - e.action.version for e in events if e.action.kind != "update")
     batches = len({e.action.batch for e in events})
+    low, high = f"{min(idle):.0%}", f"{max(idle):.0%}"
+    waits = low if low == high else f"{low} to {high}"
     lag = "the newest weights" if behind == 0 else f"weights up to {behind} update{'s' * (behind > 1)} old"
     return (
         f"Boxes of forward and backward work in time on {stages} rows, one for each stage of a pipeline, over "
-        f"{batches} batches and {length:.4g} {unit}. The stages are idle {min(idle):.0%} to {max(idle):.0%} of the "
+        f"{batches} batches and {length:.4g} {unit}. The stages are idle {waits} of the "
         f"time. Batches are computed on {lag}."
     )
 
