@@ -197,7 +197,7 @@ class MemoryBytes:
         master: float32 weights that this rank keeps.
         momentum: float32 momentum.
         weights: whole matrices in the compute type, at most, at a time.
-        gradients: whole gradients, at most, at a time.
+        gradients: whole gradients, at most, at a time, in the type in which they are reduced.
     """
 
     master: int
@@ -217,7 +217,10 @@ class MemoryBytes:
 
 
 def step_memory(mode: Mode, plan: OwnerPlan, sizes: Sizes | None = None) -> tuple[MemoryBytes, ...]:
-    """Bytes of each rank. Freed weights and sharded gradients count as the two largest layers.
+    """Bytes of each rank. Freed weights, and gradients that are reduced in backward, count as the two largest layers.
+
+    Gradients that add up over micro-batches, and those of replicated Muon, are held whole; a DMuon owner also holds
+    the averaged ones of its matrices.
 
     Replicated ranks hold everything; sharded baselines 1/R (padded). A DMuon owner holds master and momentum of its
     matrices; under HSDP the master also stands on all replicas of the owner's column.
@@ -230,7 +233,8 @@ def step_memory(mode: Mode, plan: OwnerPlan, sizes: Sizes | None = None) -> tupl
     total, each = sum(plan.elements_per_rank), plan.elements_per_rank
     window = _two_layers(plan)
     weights = (total if mode in ("replicated", "ddp") or "keep" in mode else window) * s.weight
-    gradients = (total if mode in ("replicated", "ddp") else window) * s.gradient
+    gradients = (total if mode == "replicated" or s.micro_batches > 1 else window) * s.gradient
+    owners = mode == "ddp" or mode.startswith(("fsdp", "hsdp"))
     found = []
     for r in range(world):
         master = momentum = 4 * each[r]
@@ -241,7 +245,7 @@ def step_memory(mode: Mode, plan: OwnerPlan, sizes: Sizes | None = None) -> tupl
         elif mode.startswith("hsdp"):
             columns = s.columns(world)
             master = 4 * column_elements(plan, columns)[r % columns]
-        found.append(MemoryBytes(master, momentum, weights, gradients))
+        found.append(MemoryBytes(master, momentum, weights, gradients + (each[r] * s.gradient if owners else 0)))
     return tuple(found)
 
 

@@ -47,9 +47,9 @@ class Hardware:
         """Newton-Schulz in the direct form with plain products."""
         return DeviceCost(self.direct_use * self.peak_flops, work=FlopCost(form="direct"))
 
-    def owned_cost(self) -> DeviceCost:
+    def owned_cost(self, *, batch: int = 8) -> DeviceCost:
         """Newton-Schulz in Gram space with symmetric products, as the paper's owners run it."""
-        return DeviceCost(self.symmetric_use * self.peak_flops, work=FlopCost(form="gram", symmetric=True))
+        return DeviceCost(self.symmetric_use * self.peak_flops, work=FlopCost(form="gram", symmetric=True, batch=batch))
 
 
 MUON_BYTES, ADAMW_BYTES = 22, 30  # touched an element: gradient, state and master read and written, bf16 weight written
@@ -119,16 +119,31 @@ def optimizer_times(
     if owned.unit != "s":
         raise ValueError(f"cost {owned.name!r} is in {owned.unit}: times need a cost in seconds")
     plan = make_plan(specs, world, method=method, cost=owned)
-    direct = hw.direct_cost()
-    elements = sum(m.numel for m in specs)
-    rest = parameter_counts(CONFIGS[model]).total - elements if model in CONFIGS else 0
+    rest = parameter_counts(CONFIGS[model]).total - sum(m.numel for m in specs) if model in CONFIGS else 0
+    return times_of_plan(plan, cost=owned, rest=rest, hardware=hw, gradient_bytes=gradient_bytes)
+
+
+def times_of_plan(
+    plan: OwnerPlan, *, cost: Cost, rest: int = 0, hardware: Hardware | None = None, gradient_bytes: int = 2
+) -> OptimizerTimes:
+    """Model an optimizer step under a plan.
+
+    Args:
+        plan: owners and batches.
+        cost: of an owner's Newton-Schulz, in seconds.
+        rest: elements of other parameters, which AdamW updates, sharded evenly.
+        hardware: default: A800 machines.
+        gradient_bytes: of an element that the baseline gathers.
+    """
+    hw, world = hardware or Hardware(), plan.world_size
+    direct, loads = hw.direct_cost(), plan.loads(cost)
+    elements = sum(plan.elements_per_rank)
     traffic = MUON_BYTES * max(plan.elements_per_rank) + ADAMW_BYTES * rest / world
-    beyond = world > hw.gpus_per_node
     return OptimizerTimes(
-        every_rank=sum(direct.of(m.shape, 1) for m in specs),
-        gather=elements * gradient_bytes / hw.node_bytes_per_s if beyond else 0.0,
-        owned=max(plan.rank_loads),
-        floor=plan.lower_bound,
+        every_rank=sum(direct.of(m.shape, 1) for m in plan.matrices),
+        gather=elements * gradient_bytes / hw.node_bytes_per_s if world > hw.gpus_per_node else 0.0,
+        owned=max(loads),
+        floor=plan.lower_bound if plan.unit == "s" else sum(loads) / world,
         memory=traffic / hw.memory_bytes_per_s,
         fixed=hw.fixed_s,
     )

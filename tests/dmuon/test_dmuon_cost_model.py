@@ -197,6 +197,7 @@ def test_memory_by_hand():
     sizes = Sizes(weight=2, gradient=4, shards=2)
     owner = step_memory("fsdp-keep", PLAN, sizes)
     assert [m.state for m in owner] == list(PLAN.bytes_per_rank) and owner[0].weights == 144
+    assert [m.gradients for m in owner] == [288 + 120, 288 + 48, 288, 288 + 120]  # two layers are all there are
     assert step_memory("replicated", PLAN, sizes)[2].state == 8 * 72
     assert step_memory("gather-free", PLAN, sizes)[0].state == 8 * 28
     assert [m.master for m in step_memory("hsdp-free", PLAN, sizes)] == [120, 168, 120, 168]
