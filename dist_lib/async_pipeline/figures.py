@@ -59,7 +59,7 @@ def _boxes(
     events: Sequence[Event], *, unit: float, digits: int, numbers: bool, legend: bool = True, **more: Any
 ) -> list[Any]:
     """One trace for each kind of work; times divided by ``unit`` and rounded, to keep the figure small."""
-    traces = []
+    traces, m = [], 1 + max(e.action.micro_batch for e in events)
     for kind, label in LABELS.items():
         mine = [e for e in events if e.action.kind == kind and (kind != "update" or e.end_s > e.start_s)]
         if not mine:
@@ -78,7 +78,9 @@ def _boxes(
                 showlegend=legend,
                 customdata=[[e.action.batch, e.action.micro_batch, e.action.version] for e in mine],
                 hovertemplate=_HOVER + f"<extra>{label}</extra>",
-                text=[e.action.micro_batch for e in mine] if numbers and kind != "update" else None,
+                text=[e.action.batch * m + e.action.micro_batch for e in mine]
+                if numbers and kind != "update"
+                else None,
                 textposition="inside",
                 insidetextanchor="middle",
                 textangle=0,
@@ -136,7 +138,7 @@ def schedule_figure(
         title: of the figure.
         alt: text for those who cannot see it; default: sizes, length, idle shares and versions, from the events.
         unit_s, unit: the unit of the time axis in seconds, and its name: ``(1e-3, "ms")``, or a forward's time.
-        numbers: write the micro-batch's number in each box.
+        numbers: write in each box, where it fits, the micro-batch's number in the run.
         end_s: where the time axis ends, in seconds; give two figures the same to compare them. Default: the last end.
 
     Returns:
@@ -159,6 +161,7 @@ def schedule_figure(
         alt=alt or _describe(events, stages, last / unit_s, unit),
         traces=[*_boxes(events, unit=unit_s, digits=4, numbers=numbers), *_version_legend(versions)],
         barmode="overlay",
+        uniformtext={"minsize": 9, "mode": "hide"},
         height=150 + 46 * stages,
         xaxis_range=[0, 1.01 * (last if end_s is None else end_s) / unit_s],
         yaxis=_axis(stages),
@@ -219,7 +222,7 @@ def schedule_explorer(
                 end = found.makespan_s / times.forward_s
                 longest = max(longest, end)
                 seen |= {e.action.version for e in found.events if e.action.kind != "update"}
-                traces += _boxes(found.events, unit=times.forward_s, digits=3, numbers=p * m <= 32, meta=meta)
+                traces += _boxes(found.events, unit=times.forward_s, digits=3, numbers=p * m <= 16, meta=meta)
                 traces.append(_end_mark(end, p, f"end: {end:.4g} forwards, idle {found.idle_share(0):.0%}", meta))
                 if (p, m) == first[:2]:
                     shares.append(f"{NAMES[name]} {found.idle_share(0):.0%}")
@@ -243,6 +246,7 @@ def schedule_explorer(
         traces=[*traces, *_version_legend(sorted(seen))],
         controls=controls,
         barmode="overlay",
+        uniformtext={"minsize": 9, "mode": "hide"},
         height=190 + 46 * max(stages),
         xaxis_range=[0, 1.01 * longest],
         yaxis=_axis(max(stages)),
