@@ -160,11 +160,15 @@ def rest_payload(numels: Sequence[int], world: int, *, weight: int = 4, gradient
     return {"reduce_scatter": world * chunks * gradient, "all_gather": chunks * weight} if chunks else {}
 
 
-def wire_share(mode: Mode, world: int, *, shards: int | None = None, micro_batches: int = 1) -> Fraction:
+def wire_parts(mode: Mode, world: int, *, shards: int | None = None, micro_batches: int = 1) -> dict[str, Fraction]:
     """Elements that a rank sends in one step on average, in multiples of all matrices' elements, owners balanced.
 
     A rooted operation moves (R-1) P over R ranks: (R-1)/R P on average. In one pipelined broadcast every link carries
     nearly P, so a single hot root gains nothing from the average.
+
+    Returns:
+        By purpose: ``"weights"`` (spread before they are used), ``"gradients"`` (reduced), ``"whole gradients"``
+        (gathered again, or sent to owners and back), ``"replicas"`` (reduced and published between replicas).
 
     Source: DMuon's table of volumes (arXiv 2606.27153) for one micro-batch; HSDP and all-to-all are our derivation.
 
@@ -175,18 +179,26 @@ def wire_share(mode: Mode, world: int, *, shards: int | None = None, micro_batch
         raise ValueError(f"mode {mode!r}: allowed are {', '.join(MODES)}")
     sizes = Sizes(micro_batches=micro_batches, shards=shards)
     whole = Fraction(world - 1, world)
-    if mode in ("replicated", "ddp"):
-        return 2 * whole
-    spread = sizes.spread(mode)
-    if mode.startswith("gather"):
-        return (spread + 2) * whole
-    if mode == "all-to-all":  # each all-to-all moves (R-1)/R of a rank's P / R
-        return (spread + 1) * whole + 2 * whole / world
-    if mode.startswith("fsdp"):
-        return (spread + 1) * whole
+    if mode == "replicated":
+        return {"gradients": 2 * whole}
+    if mode == "ddp":
+        return {"weights": whole, "gradients": whole}
+    if not mode.startswith("hsdp"):
+        found = {"weights": sizes.spread(mode) * whole, "gradients": whole}
+        if mode.startswith("gather"):
+            found["whole gradients"] = whole
+        elif mode == "all-to-all":  # each of two moves (R-1)/R of a rank's P / R
+            found["whole gradients"] = 2 * whole / world
+        return found
     group = sizes.columns(world)
-    replicas = world // group
-    return (spread + 1) * Fraction(group - 1, group) + 2 * Fraction(replicas - 1, replicas) / group
+    within, replicas = Fraction(group - 1, group), world // group
+    between = 2 * Fraction(replicas - 1, replicas) / group
+    return {"weights": sizes.spread(mode) * within, "gradients": within, "replicas": between}
+
+
+def wire_share(mode: Mode, world: int, *, shards: int | None = None, micro_batches: int = 1) -> Fraction:
+    """The sum of :func:`wire_parts`."""
+    return sum(wire_parts(mode, world, shards=shards, micro_batches=micro_batches).values(), Fraction(0))
 
 
 @dataclass(frozen=True)
