@@ -80,9 +80,9 @@ def stability_limit(
         ValueError: as for :class:`Mode`.
     """
     mode = Mode(beta=beta, nesterov=nesterov, delay=delay, error_feedback=error_feedback)
-    low, high = 0.0, 1e-3
+    low, high = 0.0, 1.0 / 64
     while mode.growth(high) < 1.0:
-        low, high = high, 1.05 * high
+        low, high = high, 1.2 * high
     while high - low > tolerance * high:
         middle = (low + high) / 2
         low, high = (middle, high) if mode.growth(middle) < 1.0 else (low, middle)

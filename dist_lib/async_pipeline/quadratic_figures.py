@@ -102,8 +102,8 @@ def trajectory_figure(
                         largest = float(np.abs(path[-10:]).max())
                         ends.append(f"{name} {'has diverged' if largest > reach else f'is within {largest:.2g}'}")
     alt = (
-        f"Curves of one quadratic mode over {steps} updates from 1, synchronous, delayed and delayed with error feedback; "
-        f"controls choose kappa, momentum and its read-out. At kappa {initial[0]:g}, momentum {initial[1]:g} and the "
+        f"Curves of one quadratic mode over {steps} updates from 1, synchronous, delayed and delayed with error "
+        f"feedback; controls choose kappa, momentum and its read-out. At kappa {initial[0]:g}, momentum {initial[1]:g} and the "
         f"plain average, at the end: {', '.join(ends)}."
     )
     return viz.figure(
