@@ -7,48 +7,14 @@ layer just before the next forward needs it. All other parameters are cut evenly
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from dist_lib.dmuon.packing import LayerGroup, Pack, lay, take
+from dist_lib.dmuon.packing import LayerGroup, Pack
+from dist_lib.dmuon.publish import Publication
 from dist_lib.dmuon.rest import Rest, ShardedRest
 from dist_lib.dmuon.runtime import Runtime
-
-
-class Publication:
-    """A pack of weights on its way from its owner; the buffer belongs to the transfer until :meth:`wait`."""
-
-    def __init__(
-        self,
-        pack: Pack,
-        sources: Mapping[str, Tensor] | None,
-        targets: Mapping[str, Parameter],
-        *,
-        src: int,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        self.pack, self._targets, self._mine = pack, targets, sources is not None
-        names = pack.names
-        if sources is not None:
-            self._buffer = lay([sources[n] for n in names], pack.dtype)
-        else:
-            self._buffer = torch.empty(pack.numel, dtype=pack.dtype, device=targets[names[0]].device)
-        self._work = dist.broadcast(self._buffer, src, group=group, async_op=True)
-
-    @torch.no_grad()
-    def wait(self) -> None:
-        """Block until the weights are here, and put them into the parameters."""
-        if self._work is not None:
-            self._work.wait()
-        if self._mine:
-            return
-        parameters = [self._targets[n] for n in self.pack.names]
-        for p, view in zip(parameters, take(self._buffer, [p.shape for p in parameters]), strict=True):
-            p.copy_(view)
 
 
 class DMuonDDP(Runtime):
@@ -90,7 +56,6 @@ class DMuonDDP(Runtime):
         if self._pending:
             raise RuntimeError(f"layers {sorted(self._pending)} still wait for the last publication: call drain()")
         self.rest.publish()
-        self._started = self.log.mark()
         for group in self.groups:
             self._pending[group.layer] = [self._send(pack) for pack in group.packs]
         if self.config.publish == "sync":
@@ -101,16 +66,25 @@ class DMuonDDP(Runtime):
     def _send(self, pack: Pack) -> Publication:
         mine = pack.owner == self.rank
         return Publication(
-            pack, self.masters if mine else None, self.matrices, src=self.ranks[pack.owner], group=self.group
+            pack,
+            self.masters if mine else None,
+            src=self.ranks[pack.owner],
+            group=self.group,
+            device=self.device,
+            start=self.log.mark(),
         )
 
+    @torch.no_grad()
     def _wait(self, layer: str) -> None:
-        start = self.log.mark()
         for publication in self._pending.pop(layer, ()):
-            publication.wait()
-            self.log.add("publish", layer, publication.pack.publish_bytes, self._started)
+            pack, start = publication.pack, self.log.mark()
+            parameters = [self.matrices[n] for n in pack.names]
+            views = publication.wait([p.shape for p in parameters])
+            if pack.owner != self.rank:
+                for p, view in zip(parameters, views, strict=True):
+                    p.copy_(view)
+            self.log.add("publish", layer, pack.publish_bytes, publication.start)
             self.log.add("wait", layer, 0, start)
-            start = self.log.mark()
 
     def drain(self) -> None:
         """Wait for everything on its way; afterwards every rank holds all new weights."""
