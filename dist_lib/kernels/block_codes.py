@@ -68,11 +68,9 @@ def stored(scale, HALF: tl.constexpr):
 
 @triton.jit
 def to_grid(x, scale, LIMIT: tl.constexpr):
-    """``x * LIMIT / scale``, 0 in a NaN block."""
-    lift = tl.where(scale < 5.421010862427522e-20, 18446744073709551616.0, 1.0)
-    inverse = tl.div_rn(tl.zeros_like(scale) + LIMIT, tl.where(scale > 0.0, scale * lift, 1.0))
-    y = (x * lift[:, None]) * inverse[:, None]
-    return tl.where((scale == scale)[:, None], y, 0.0)
+    """``x * LIMIT / scale``; anything in a NaN block. At most a rounding error beyond LIMIT, and 2^-11 with float16."""
+    factor = tl.div_rn(tl.zeros_like(scale) + LIMIT, tl.where(scale > 0.0, scale, 1.0))
+    return x * tl.minimum(factor, 1.7014118346046923e38)[:, None]
 
 
 @triton.jit
@@ -89,11 +87,10 @@ def _count(y, table, COUNT: tl.constexpr, EQUAL: tl.constexpr):
     """How many of the ``COUNT`` ascending numbers at ``table`` are below ``y`` (or equal, if EQUAL)."""
     rank = tl.zeros_like(y).to(tl.int32)
     for k in tl.static_range(8):
-        step: tl.constexpr = 128 >> k
-        if step <= COUNT:
-            at = rank + (step - 1)
+        if (128 >> k) <= COUNT:
+            at = rank + ((128 >> k) - 1)
             value = tl.load(table + at, mask=at < COUNT, other=float("inf"))
-            rank += tl.where((y >= value) if EQUAL else (y > value), step, 0)
+            rank += tl.where((y >= value) if EQUAL else (y > value), 128 >> k, 0)
     return rank
 
 
@@ -104,28 +101,29 @@ def find_rank(y, noise, ranked, midpoints, LEVELS: tl.constexpr, STOCHASTIC: tl.
         below = _count(y, ranked + 1, LEVELS - 2, True)
         low = tl.load(ranked + below)
         high = tl.load(ranked + below + 1)
-        return below + tl.where(noise * (high - low) < y - low, 1, 0)
-    if LEVELS == 8:  # a few comparisons with numbers that all lanes share
-        rank = tl.zeros_like(y).to(tl.int32)
-        for i in tl.static_range(7):
-            rank += tl.where(y > tl.load(midpoints + i), 1, 0)
-        return rank
-    return _count(y, midpoints, LEVELS - 1, False)
+        rank = below + tl.where(noise * (high - low) < y - low, 1, 0)
+    elif LEVELS == 8:  # three comparisons with numbers that all lanes share
+        upper = y > tl.load(midpoints + 3)
+        middle = y > tl.where(upper, tl.load(midpoints + 5), tl.load(midpoints + 1))
+        above = tl.where(middle, tl.load(midpoints + 6), tl.load(midpoints + 4))
+        below_ = tl.where(middle, tl.load(midpoints + 2), tl.load(midpoints + 0))
+        rank = tl.where(y > tl.where(upper, above, below_), 1, 0) + tl.where(middle, 2, 0) + tl.where(upper, 4, 0)
+    else:
+        rank = _count(y, midpoints, LEVELS - 1, False)
+    return rank
 
 
 @triton.jit
-def float8_code(y, MANTISSA: tl.constexpr):
-    """Code of the nearest 8-bit float (ties to even) of ``y`` within its range; no negative zero."""
+def float8_code(magnitude, MANTISSA: tl.constexpr):
+    """Code of the nearest 8-bit float (ties to even) of a magnitude within its range."""
     BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15
     SHIFT: tl.constexpr = 23 - MANTISSA
-    magnitude = tl.abs(y)
     bits = magnitude.to(tl.int32, bitcast=True)
     normal = ((bits + ((1 << (SHIFT - 1)) - 1) + ((bits >> SHIFT) & 1)) >> SHIFT) - ((127 - BIAS) << MANTISSA)
     steps: tl.constexpr = 512.0 if MANTISSA == 3 else 65536.0
     smallest: tl.constexpr = 0.015625 if MANTISSA == 3 else 6.103515625e-05
     subnormal = ((magnitude * steps + ROUNDER) - ROUNDER).to(tl.int32)
-    code = tl.where(magnitude < smallest, subnormal, normal)
-    return code | tl.where((y < 0.0) & (code > 0), 128, 0)
+    return tl.where(magnitude < smallest, subnormal, normal)
 
 
 @triton.jit
@@ -143,9 +141,9 @@ def encode(
     HALF: tl.constexpr,
     STOCHASTIC: tl.constexpr,
 ):
-    """Codes (int32, 0 where not ``valid``), scale and second scale of blocks; the second is the scale but for minmax.
+    """Codes (int32; 0 where not ``valid`` and in NaN blocks), scale and second scale of blocks.
 
-    ``x`` is 0 where not ``valid``.
+    ``x`` is 0 where not ``valid``. The second scale is the scale again, but for minmax the smallest number.
     """
     if KIND == "minmax":
         low = tl.min(tl.where(valid, x, float("inf")), axis=1)
@@ -158,29 +156,28 @@ def encode(
         good = (scale == scale) & (tl.abs(low) < float("inf"))
         scale = tl.where(good, scale, float("nan"))
         second = tl.where(good, low, float("nan"))
-        y = to_grid(x - second[:, None], scale, 1.0)
-        y = tl.minimum(tl.maximum(tl.where(good[:, None], y, 0.0), 0.0), LIMIT)
+        y = tl.minimum(tl.maximum(to_grid(x - second[:, None], scale, 1.0), 0.0), LIMIT)
         codes = round_integer(y, noise, STOCHASTIC).to(tl.int32)
     else:
         scale = stored(largest(x), HALF)
         second = scale
-        y = tl.minimum(tl.maximum(to_grid(x, scale, LIMIT), -LIMIT), LIMIT)
+        y = to_grid(x, scale, LIMIT)
+        if STOCHASTIC:
+            y = tl.minimum(tl.maximum(y, -LIMIT), LIMIT)
         if KIND == "integer":
             codes = round_integer(y, noise, STOCHASTIC).to(tl.int32) & ((1 << BITS) - 1)
-        elif KIND == "signed":
-            codes = find_rank(tl.abs(y), noise, ranked, midpoints, LEVELS, STOCHASTIC)
-            sign = tl.where((y < 0.0) & (codes > 0), 8, 0)
+        elif KIND == "table":
+            codes = find_rank(y, noise, ranked, midpoints, LEVELS, STOCHASTIC)
+        else:
+            if KIND == "float8" and not STOCHASTIC:
+                codes = float8_code(tl.abs(y), 3 if LIMIT < 1000.0 else 2)
+            else:
+                codes = find_rank(tl.abs(y), noise, ranked, midpoints, LEVELS, STOCHASTIC)
             if FP4:
                 codes = codes ^ ((codes & 2) << 1)
-            codes = codes | sign
-        elif KIND == "float8" and not STOCHASTIC:
-            codes = float8_code(y, 3 if LIMIT < 1000.0 else 2)
-        else:
-            codes = find_rank(y, noise, ranked, midpoints, LEVELS, STOCHASTIC)
-            if KIND == "float8":  # ascending ranks: the negatives from the largest code down, then the positives
-                negatives: tl.constexpr = LEVELS // 2
-                codes = tl.where(codes < negatives, 128 + negatives - codes, codes - negatives)
-    return tl.where(valid, codes, 0), scale, second
+            sign: tl.constexpr = 1 << (BITS - 1)
+            codes = codes | ((y.to(tl.int32, bitcast=True) >> (32 - BITS)) & sign)
+    return tl.where(valid & (scale == scale)[:, None], codes, 0), scale, second
 
 
 @triton.jit

@@ -1,9 +1,9 @@
 """Encode and decode blocks of numbers in plain torch: the definition that every kernel must reproduce bit for bit.
 
-All arithmetic is float32. A block's scale is its largest magnitude. A NaN or an infinity makes the scale NaN and so the
-whole block NaN after decoding: nothing that is not finite ever becomes a finite number. Zeros come back as zeros (not
-from ``int4_minmax``, whose grid need not contain zero). Every step is one correctly rounded operation, so that the
-result does not depend on the device.
+All arithmetic is float32. A block's scale is its largest magnitude. A NaN or an infinity makes the scale NaN, the codes
+zero bytes and the whole block NaN after decoding: nothing that is not finite ever becomes a finite number. Zeros come
+back as zeros (not from ``int4_minmax``, whose grid need not contain zero); formats with a sign bit keep the sign of
+zero. Every step is one correctly rounded operation, so that the result does not depend on the device.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from torch import Tensor
 from dist_lib.ops.codecs import Codec, tables
 from dist_lib.ops.packing import pack, unpack
 
-# Below this, 1 / scale could leave float32: numbers and scale are both multiplied by LIFT first, which is exact.
-TINY = 2.0**-64
-LIFT = 2.0**64
+# Largest factor that takes numbers to the grid: reached where 1 / scale would leave float32. Blocks whose largest
+# magnitude is below about 1e-34 are therefore rounded towards zero, and may come back as zero.
+MAX_FACTOR = 2.0**127
 # Smallest float16 scale: its smallest normal number, for below it a float16 keeps fewer than 11 bits.
 HALF_FLOOR = 2.0**-14
 
@@ -34,14 +34,12 @@ def _over(x: Tensor, number: float) -> Tensor:
     return x / torch.full_like(x, number)
 
 
-def _to_grid(x: Tensor, scale: Tensor, limit: float) -> Tensor:
-    """``x * limit / scale`` for blocks (..., n) and scales (..., ), by one reciprocal a block; 0 in a NaN block."""
-    scale = scale.float()
-    lift = torch.where(scale < TINY, LIFT, 1.0)
-    divisor = torch.where(scale > 0, scale * lift, 1.0)
-    inverse = torch.full_like(divisor, limit) / divisor  # not ``limit / divisor``: torch rounds that twice
-    y = (x * lift[..., None]).mul_(inverse[..., None])
-    return y.masked_fill_(scale.isnan()[..., None], 0.0)
+def _to_grid(x: Tensor, scale: Tensor, limit: float, poison: float = 0.0) -> Tensor:
+    """``x * limit / scale`` for blocks (..., n), scales (..., ): one reciprocal a block; ``poison`` in NaN blocks."""
+    divisor = torch.where(scale > 0, scale.float(), 1.0)
+    factor = torch.full_like(divisor, limit) / divisor  # not ``limit / divisor``: torch rounds that twice
+    y = x * factor.clamp(max=MAX_FACTOR)[..., None]
+    return y.masked_fill_(scale.isnan()[..., None], poison)
 
 
 def _round(y: Tensor, noise: Tensor | None) -> Tensor:
@@ -49,8 +47,8 @@ def _round(y: Tensor, noise: Tensor | None) -> Tensor:
     if noise is None:
         return y.round_()
     floor = y.floor()
-    rounded: Tensor = floor + (noise < y - floor)
-    return rounded
+    up: Tensor = noise < y - floor
+    return floor.add_(up)
 
 
 def _rank(y: Tensor, ranked: Tensor, midpoints: Tensor, noise: Tensor | None) -> Tensor:
@@ -63,10 +61,11 @@ def _rank(y: Tensor, ranked: Tensor, midpoints: Tensor, noise: Tensor | None) ->
     if noise is None:
         found: Tensor = torch.bucketize(y, midpoints, out_int32=True)
         return found
-    below = (torch.bucketize(y, ranked, right=True) - 1).clamp_(0, len(ranked) - 2)
+    below: Tensor = (torch.bucketize(y, ranked, right=True) - 1).clamp_(0, len(ranked) - 2)
     low, high = ranked[below], ranked[below + 1]
-    at: Tensor = below + (noise * (high - low) < y - low)
-    return at
+    up: Tensor = noise * (high - low) < y - low
+    below += up
+    return below
 
 
 def _codes(y: Tensor, codec: Codec, noise: Tensor | None) -> Tensor:
@@ -75,19 +74,16 @@ def _codes(y: Tensor, codec: Codec, noise: Tensor | None) -> Tensor:
         return _round(y, noise).to(torch.int8).view(torch.uint8) & (2**codec.bits - 1)
     if codec.kind == "minmax":
         return _round(y, noise).to(torch.uint8)
-    table = tables(codec.name, y.device)
-    if codec.kind == "signed":
-        rank = _rank(y.abs(), table.sorted, table.midpoints, noise).to(torch.uint8)
-        sign = (y < 0) & (rank > 0)
-        if codec.name == "fp4":  # its code is the rank with bit 2 flipped where bit 1 is set
-            rank ^= (rank & 2) << 1
-        return rank | (sign.to(torch.uint8) << 3)
     if codec.kind == "float8" and noise is None:
-        float8 = torch.float8_e4m3fn if codec.name == "e4m3" else torch.float8_e5m2
-        codes = y.to(float8).view(torch.uint8)
-        return codes.masked_fill_(codes == 128, 0)  # no negative zero
-    rank = _rank(y, table.sorted, table.midpoints, noise)
-    return rank.to(torch.uint8) if codec.kind == "table" else table.code_of_rank[rank]
+        return y.to(torch.float8_e4m3fn if codec.name == "e4m3" else torch.float8_e5m2).view(torch.uint8)
+    table = tables(codec.name, y.device)
+    if codec.kind == "table":
+        signed_rank = _rank(y, table.sorted, table.midpoints, noise)
+        return signed_rank.to(torch.uint8)
+    rank = _rank(y.abs(), table.sorted, table.midpoints, noise).to(torch.uint8)
+    if codec.name == "fp4":  # its code is the rank with bit 2 flipped where bit 1 is set
+        rank ^= (rank & 2) << 1
+    return rank | (y.signbit().to(torch.uint8) << (codec.bits - 1))
 
 
 def encode(x: Tensor, codec: Codec, scale_dtype: torch.dtype, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -111,7 +107,8 @@ def encode(x: Tensor, codec: Codec, scale_dtype: torch.dtype, noise: Tensor | No
         y = _to_grid(x - low.float()[..., None], step, 1.0).clamp_(0.0, codec.limit)
         return pack(_codes(y, codec, noise), codec.bits), torch.stack((step, low), dim=-1)
     scale = _stored(x.abs().amax(dim=-1), scale_dtype)
-    y = _to_grid(x, scale, codec.limit).clamp_(-codec.limit, codec.limit)
+    zero_code = -codec.limit if codec.kind == "table" else 0.0
+    y = _to_grid(x, scale, codec.limit, zero_code).clamp_(-codec.limit, codec.limit)
     return pack(_codes(y, codec, noise), codec.bits), scale
 
 

@@ -33,7 +33,7 @@ class Codec:
         name: its key in :data:`CODECS`.
         bits: stored bits a number: 4, 5, 6 or 8.
         kind: how a number finds its code. ``"integer"``: rounding, the code is the integer in two's complement;
-            ``"signed"``: rank of the magnitude and a sign bit on top; ``"table"``: rank in a sorted table;
+            ``"signed"``: the magnitude in a table, and a sign bit on top; ``"table"``: rank in a sorted table;
             ``"float8"``: torch's own 8-bit float; ``"minmax"``: rounding between the block's smallest and largest.
         limit: largest value of the grid, in the grid's own unit.
         values: the value of code i, i = 0, 1, ...; in the grid's own unit.
@@ -158,20 +158,18 @@ def get_codec(name: str) -> Codec:
 
 @dataclass(frozen=True)
 class Tables:
-    """A codec's tables on one device, all float32 except ``code_of_rank``.
+    """A codec's tables on one device, float32.
 
     Attributes:
         values: value by code; codes without a finite value hold NaN.
-        sorted: what is searched, ascending: all values (kind ``"table"``), magnitudes (``"signed"``), finite values
-            (``"float8"``).
+        sorted: what is searched, ascending: all values, or the magnitudes if the code has a sign bit. The code of the
+            r-th is r, but for FP4's, where bit 2 is flipped if bit 1 is set.
         midpoints: between neighbours of ``sorted``; a number on a midpoint takes the lower rank.
-        code_of_rank: uint8; the code of the r-th entry of ``sorted``.
     """
 
     values: Tensor
     sorted: Tensor
     midpoints: Tensor
-    code_of_rank: Tensor
 
 
 @lru_cache(maxsize=64)
@@ -180,12 +178,7 @@ def tables(name: str, device: torch.device) -> Tables:
     codec = get_codec(name)
     values = torch.tensor(codec.values, dtype=torch.float32)
     values = torch.where(values.isfinite(), values, torch.nan)
-    wanted = values[:8] if codec.kind == "signed" else values
-    order = torch.argsort(wanted, stable=True)
-    ranked = wanted[order]
-    order, ranked = order[ranked.isfinite()], ranked[ranked.isfinite()]
-    first = torch.ones(len(ranked), dtype=torch.bool)  # of two codes for one value (0 and -0) the first is used
-    first[1:] = ranked[1:] != ranked[:-1]
-    order, ranked = order[first], ranked[first]
+    wanted = values[: len(values) // 2] if codec.kind in ("signed", "float8") else values
+    ranked = wanted[wanted.isfinite()].sort().values
     midpoints = (ranked[:-1] + ranked[1:]) / 2
-    return Tables(values.to(device), ranked.to(device), midpoints.to(device), order.to(torch.uint8).to(device))
+    return Tables(values.to(device), ranked.to(device), midpoints.to(device))

@@ -243,7 +243,7 @@ def quantize(
 
     In a block with largest magnitude ``a`` a number moves by at most ``half_gap * a`` (twice that if rounded
     stochastically), and float32 rounds the result; with float16 scales by ``2^-11 a`` more, and ``a`` counts as at
-    least 2^-14. Blocks with ``a`` below 1e-33 lose up to 1e-40 in addition.
+    least 2^-14. Blocks with ``a`` below 1e-33 may come back as zeros.
 
     Args:
         x: any shape, strides and number of elements; float32, float16, bfloat16 or float64 (computed in float32).
