@@ -116,3 +116,24 @@ def test_the_last_line_adds_the_parts() -> None:
     text = summary({"unit": Outcome(passed=3, skipped=1), "labs": Outcome(passed=2, failed=1, notes=["failed: x"])})
     assert text.split("\n")[-1] == "5 passed, 1 failed, 1 skipped"
     assert "failed: x" in text
+
+
+REMOTE_ASSET = re.compile(
+    r"@import|@font-face|url\(\s*['\"]?(?:https?:)?//|<link[^>]+href=['\"]?(?:https?:)?//", re.IGNORECASE
+)
+
+
+def test_the_books_style_fetches_no_font() -> None:
+    names = [
+        name for name in tracked() if name.startswith(("book/_static/", "book/_ext/")) and not name.endswith(".svg")
+    ]
+    assert "book/_static/book.css" in names
+    assert matches(REMOTE_ASSET, names) == []
+
+
+@pytest.mark.parametrize(
+    "line", ["@import 'a.css';", "src: url(https://example.org/a.woff2)", "src: url('//example.org/a')"]
+)
+def test_a_remote_font_is_found(line: str) -> None:
+    assert REMOTE_ASSET.search(line)
+    assert not REMOTE_ASSET.search("background: url(data:image/svg+xml,%3Csvg%3E)")
