@@ -72,6 +72,7 @@ class _Columns:
     problem: Problem
     patterns: list[Pattern] = field(default_factory=list)
     seen: set[Pattern] = field(default_factory=set)
+    unlisted: float = float("inf")  # from this target on there are too many patterns to list
 
     def add(self, pattern: Pattern) -> bool:
         if pattern in self.seen or not any(pattern):
@@ -208,7 +209,7 @@ def solve(
         columns.add(pattern)
     end = None if time_limit_s is None else time.monotonic() + time_limit_s
     for step in range(rounds):
-        if reached <= bound * (1 + gap) + 1e-300 or low >= reached * (1 - _MARGIN):
+        if reached <= bound * (1 + gap) + 1e-300 or low >= reached * (1 - 100 * _MARGIN):
             break
         left = None if end is None else end - time.monotonic()
         if left is not None and left <= 0:
@@ -235,8 +236,10 @@ def _attempt(
     problem: Problem, columns: _Columns, target: float, nodes: int, seconds: float | None
 ) -> tuple[list[Pattern] | None, bool]:
     """A solution near ``target`` if one is found, and whether it is proven that none meets it."""
-    every = all_patterns(problem, target)
-    if every is not None:
+    every = all_patterns(problem, target) if target < columns.unlisted else None
+    if every is None:
+        columns.unlisted = min(columns.unlisted, target)
+    else:
         found, final = _combine(problem, every, nodes=50 * nodes, seconds=seconds)
         return found, found is None and final
     fits = _relaxation(problem, columns, target)
