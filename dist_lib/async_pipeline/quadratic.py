@@ -52,12 +52,13 @@ class Mode:
         ``(z - 1)(z - beta) z^(d + e) + kappa (1 - beta) N(z) E(z)`` with ``N(z) = z``, or ``(1 + beta) z - beta`` with
         Nesterov; ``E(z) = (1 + s) z - s`` and ``e = 1`` with error feedback of strength s, else 1 and 0.
         """
-        s = self.error_feedback
-        free = np.polymul([1.0, -1.0], [1.0, -self.beta])
-        free = np.concatenate([free, np.zeros(self.delay + (1 if s else 0))])
-        read = [1.0 + self.beta, -self.beta] if self.nesterov else [1.0, 0.0]
-        fed = np.polymul(read, [1.0 + s, -s] if s else [1.0])
-        return np.asarray(np.polyadd(free, kappa * (1.0 - self.beta) * fed), dtype=np.float64)
+        s, beta = self.error_feedback, self.beta
+        read = np.array([1.0 + beta, -beta] if self.nesterov else [1.0, 0.0])
+        fed = kappa * (1.0 - beta) * (np.convolve(read, [1.0 + s, -s]) if s else read)
+        whole = np.zeros(3 + self.delay + (1 if s else 0))
+        whole[:3] = 1.0, -(1.0 + beta), beta
+        whole[-len(fed) :] += fed
+        return whole
 
     def growth(self, kappa: float) -> float:
         """The factor by which the error grows in each step in the end: the largest root's modulus."""

@@ -16,7 +16,7 @@ from dist_lib.async_pipeline.quadratic import simulate_quadratic, stability_limi
 RUNS: Sequence[tuple[str, int, float, str]] = (
     ("synchronous", 0, 0.0, viz.PAPER["baseline"]),
     ("delay 1", 1, 0.0, viz.PAPER["async"]),
-    ("delay 1, error feedback", 1, 1.0, viz.PAPER["muon"]),
+    ("delay 1, error feedback", 1, 1.0, viz.SERIES[5]),
 )
 READ_OUTS = {"plain average (AdamW)": False, "Nesterov (Muon)": True}
 KAPPA = "learning rate times curvature, kappa"
@@ -103,8 +103,8 @@ def trajectory_figure(
                         ends.append(f"{name} {'has diverged' if largest > reach else f'is within {largest:.2g}'}")
     alt = (
         f"Curves of one quadratic mode over {steps} updates from 1, synchronous, delayed and delayed with error "
-        f"feedback; controls choose kappa, momentum and its read-out. At kappa {initial[0]:g}, momentum {initial[1]:g} and the "
-        f"plain average, at the end: {', '.join(ends)}."
+        f"feedback; controls choose kappa, momentum and its read-out. At kappa {initial[0]:g}, momentum "
+        f"{initial[1]:g} and the plain average, at the end: {', '.join(ends)}."
     )
     return viz.figure(
         title="One mode, one step of delay",
