@@ -31,7 +31,7 @@ MODES = (
 SWEEP_SEED, SWEEP_STEPS = 100, 1000
 SWEEP_RATES: Mapping[str, tuple[float, ...]] = {
     "adamw": (2e-3, 4e-3, 8e-3, 1.6e-2),
-    "muon": (5e-3, 1e-2, 2e-2, 4e-2),
+    "muon": (2.5e-3, 5e-3, 1e-2),
     "nadam": (2e-3, 4e-3, 8e-3),
     "lion": (4e-4, 8e-4, 1.6e-3),
     "adan": (8e-3, 1.6e-2, 3.2e-2),
@@ -193,16 +193,17 @@ def plan(rates: Mapping[str, float], *, steps: int = 2000, short: int = 400) -> 
     groups: dict[str, list[Run]] = {
         "main": [r for n in pair for r in _cross(full[n], three, [0])],
         "short": [r for n in pair for r in _cross(brief[n], three, [0, 1, 2])],
-        "main-seed1": [r for n in pair for r in _cross(full[n], three, [1])],
-        "extrapolation": [r for n in pair for r in _cross(full[n], ["extrapolation"], [0, 1])],
-        "pipedream": _cross(full["muon"], ["pipedream4", "pipedream16"], [0]) if "muon" in rates else [],
-        "batch": [r for n in pair for r in _cross(replace(brief[n], batch=8), three, [0, 1, 2])],
         "lr": [],
+        "batch": [r for n in pair for r in _cross(replace(brief[n], batch=8), three, [0])],
+        "extrapolation": [r for n in pair for r in _cross(full[n], ["extrapolation"], [0])],
+        "pipedream": _cross(full["muon"], ["pipedream4", "pipedream16"], [0]) if "muon" in rates else [],
+        "seed1": [r for n in pair for r in _cross(full[n], (*three, "extrapolation"), [1])],
         "momentum": [],
         "others": [r for n in others for r in _cross(full[n], three, [0])],
         "mitigations": [
             r for n in pair for r in _cross(full[n], ["prediction", "dc_asgd", "sync_start", "half_lr"], [0])
         ],
+        "momentum-long": [],
     }
     if "adamw" in rates:
         for lr in (1e-3, 2e-3, 4e-3):
@@ -214,5 +215,5 @@ def plan(rates: Mapping[str, float], *, steps: int = 2000, short: int = 400) -> 
             groups["momentum"] += _cross(replace(brief["muon"], momentum=beta), three, [0])
     for n in pair:
         for beta in (0.8, 0.95) if n == "adamw" else (0.8,):
-            groups["momentum"] += _cross(replace(full[n], momentum=beta), three, [0])
+            groups["momentum-long"] += _cross(replace(full[n], momentum=beta), three, [0])
     return groups
