@@ -93,11 +93,13 @@ class DMuonFSDP(Runtime):
         for group in self.groups:
             self._free(group)
 
-    def _make_rest(self, rest: dict[str, Parameter]) -> Rest:
+    def _check_config(self, rest: dict[str, Parameter]) -> None:
         rounded = [n for n, p in rest.items() if self.config.param_dtype(n, p.dtype) != p.dtype]
         rounded += [n for n, p in rest.items() if self.config.reduce_dtype(n, p.dtype) != p.dtype]
         if rounded:
             raise ValueError(f"config.precision matches {rounded[0]}, which FSDP2 shards: use mp_policy for it")
+
+    def _make_rest(self, rest: dict[str, Parameter]) -> Rest:
         for p in self.matrices.values():  # a storage of its own, which can be freed without harm to a neighbour
             p.data = p.detach().clone(memory_format=torch.contiguous_format)
         ignored, modules = set(self.matrices.values()), dict(self.model.named_modules())
@@ -217,6 +219,8 @@ class DMuonFSDP(Runtime):
             self._free(group)
 
     def _before_backward(self, group: LayerGroup) -> None:
+        if not self._in_backward:
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
         self._in_backward.add(group.layer)
         self._arrive(group)
         if self.reshard and self._agreed_order:
@@ -225,6 +229,12 @@ class DMuonFSDP(Runtime):
     def _after_backward(self, group: LayerGroup) -> None:
         self._in_backward.discard(group.layer)
         self._free(group)
+
+    def _backward_ends(self) -> None:
+        for layer in sorted(self._in_backward):  # those with a parameter that this backward did not reach
+            self._missing.pop(layer, None)
+            self._free(self._by_layer[layer])
+        self._in_backward.clear()
 
     def _before_state_dict(self) -> None:
         if not all(layer in self._present for layer in self._by_layer):

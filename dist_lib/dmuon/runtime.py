@@ -98,6 +98,7 @@ class Runtime(ABC):
             self.matrices: dict[str, Parameter] = dict(split.muon)
             rest = dict(split.adamw)
             self._check_split(rest)
+            self._check_config(rest)
             self.plan = make_plan(split.muon, self.world_size) if plan is None else plan
             self._check_plan()
             modules = modules_of(model, {id(p): n for n, p in self.matrices.items()}, layer_of)
@@ -233,6 +234,9 @@ class Runtime(ABC):
         left = [n for n, p in known.items() if p.requires_grad and n not in self.matrices and n not in rest]
         if left:
             raise ValueError(f"the split leaves out {', '.join(left[:5])}; give every trained parameter a place")
+
+    def _check_config(self, rest: dict[str, Parameter]) -> None:
+        """Refuse options that this kind of runtime cannot honour for these parameters."""
 
     def _check_plan(self) -> None:
         if self.plan.world_size != self.world_size:

@@ -35,13 +35,14 @@ class Net(nn.Module):
     """Embedding tied to the head, three blocks, one of them used twice, one weight in two layers, one frozen, one that
     nobody uses, one that only rank 0 uses."""
 
-    def __init__(self, seed=0, width=12, odd=True):
+    def __init__(self, seed=0, width=12, odd=True, tied=True):
         super().__init__()
         torch.manual_seed(seed)
         self.embed = nn.Embedding(17, width)
         self.layers = nn.ModuleList(Block(width, h) for h in ((20, 20, 7) if odd else (16, 16, 8)))
         self.layers[2].extra = nn.Linear(width, width, bias=False)
-        self.layers[1].up.weight = self.layers[0].up.weight  # tied over two layers
+        if tied:
+            self.layers[1].up.weight = self.layers[0].up.weight  # tied over two layers
         self.unused, self.sometimes = nn.Linear(width, 5, bias=False), nn.Linear(width, width, bias=False)
         self.frozen = nn.Linear(width, width).requires_grad_(False)
         self.head = nn.Linear(width, 17, bias=False)
