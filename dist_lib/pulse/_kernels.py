@@ -72,60 +72,106 @@ def _gap_unpack(gaps: Array, escapes: Array, size: Any, out: Array) -> Any:
     return OK if used == escapes.size else BAD
 
 
-def _classify(words: Array, shift: Any, mask: Any, first: Any, classes: Any, out: Array, counts: Array) -> None:
-    """Class of every cell (its exponent, clamped to a range) and members of each class in each block of 64."""
-    for start in range(0, words.size, BLOCK):
-        part, found = words[start : start + BLOCK], out[start : start + BLOCK]
-        for i in range(part.size):  # over slices that begin at 0: such loops become vector code
-            found[i] = np.uint8(min(max((np.int32(part[i] >> shift) & mask) - first, 0), classes - 1))
+@register_jitable
+def _classify(part: Array, shift: Any, mask: Any, first: Any, classes: Any, out: Array) -> None:
+    """Classes of up to 64 cells (their exponents, clamped to a range); the rest of the block is of class 127."""
+    for i in range(part.size):  # over a slice that begins at 0: such loops become vector code
+        out[i] = np.uint8(min(max((np.int32(part[i] >> shift) & mask) - first, 0), classes - 1))
+    for i in range(part.size, BLOCK):
+        out[i] = np.uint8(127)
+
+
+@register_jitable
+def _flags(word: Any, c: Any) -> Any:
+    """Eight classes in a 64-bit word: 1 in each byte that is ``c``, else 0.
+
+    With classes below 128, adding 127 to a byte sets its high bit just where it is not zero, and carries nothing.
+    """
+    different = word ^ (np.uint64(0x0101010101010101) * np.uint64(c))
+    return (~(different + np.uint64(0x7F7F7F7F7F7F7F7F)) & np.uint64(0x8080808080808080)) >> np.uint64(7)
+
+
+@register_jitable
+def _members(words: Array, c: Any) -> Any:
+    """How many of the 64 classes in eight words are ``c``."""
+    flags = np.uint64(0)
+    for i in range(words.size):
+        flags += _flags(words[i], c)
+    return i64((flags * np.uint64(0x0101010101010101)) >> np.uint64(56))
+
+
+def _rank(
+    cells: Array,
+    shift: Any,
+    mask: Any,
+    first: Any,
+    classes: Any,
+    positions: Array,
+    of: Array,
+    ranks: Array,
+    sizes: Array,
+) -> None:
+    """Class of each position (ascending) and its rank among all cells of that class; members of each class."""
+    found = np.empty(BLOCK, np.uint8)
+    words = found.view(np.uint64)
+    k = 0
+    for start in range(0, cells.size, BLOCK):
+        _classify(cells[start : start + BLOCK], shift, mask, first, classes, found)
+        while k < positions.size and positions[k] < start + BLOCK:
+            inside = i64(positions[k]) - start
+            c = found[inside]
+            flags = np.uint64(0)
+            for i in range(inside >> 3):
+                flags += _flags(words[i], c)
+            below = (np.uint64(1) << np.uint64(8 * (inside & 7))) - np.uint64(1)
+            flags += _flags(words[inside >> 3], c) & below
+            of[k] = c
+            ranks[k] = sizes[c] + i64((flags * np.uint64(0x0101010101010101)) >> np.uint64(56))
+            k += 1
         for c in range(classes):
-            n = 0
-            for i in range(found.size):
-                n += found[i] == c
-            counts[c, start // BLOCK] = n
+            sizes[c] += _members(words, c)
 
 
-def _ranks(classes: Array, counts: Array, c: Any, positions: Array, out: Array) -> None:
-    """Rank of each position (sorted, all of class ``c``) among the members of its class."""
-    block, before, i, inside = 0, 0, 0, 0
-    for k in range(positions.size):
-        position = i64(positions[k])
-        target = position // BLOCK
-        if target > block:
-            while block < target:
-                before += counts[c, block]
-                block += 1
-            i, inside = target * BLOCK, 0
-        part = classes[i:position]
-        for j in range(part.size):
-            inside += part[j] == c
-        i = position
-        out[k] = before + inside
+def _select(
+    cells: Array,
+    shift: Any,
+    mask: Any,
+    first: Any,
+    ranks: Array,
+    begin: Array,
+    end: Array,
+    counts: Array,
+    sizes: Array,
+    out: Array,
+) -> None:
+    """Inverse of ``_rank``: positions of the cells with these ranks.
 
-
-def _select(classes: Array, counts: Array, c: Any, ranks: Array, out: Array) -> Any:
-    """Positions of the members of class ``c`` with these ranks, strictly increasing; BAD where there are none."""
-    block, before, blocks = 0, 0, counts.shape[1]
-    i, seen = 0, 0  # members of the class below cell i: seen
-    for k in range(ranks.size):
-        rank = i64(ranks[k])
-        moved = False
-        while block < blocks and before + counts[c, block] <= rank:
-            before += counts[c, block]
-            block += 1
-            moved = True
-        if block == blocks:
-            return BAD
-        if moved:
-            i, seen = block * BLOCK, before
-        while True:  # ends: the block holds a member of this rank
-            if classes[i] == c:
-                if seen == rank:
-                    break
-                seen += 1
-            i += 1
-        out[k] = i
-    return OK
+    Class ``c`` owns ``ranks[begin[c]:end[c]]``, strictly increasing, ``counts[c]`` of them; ``begin`` is advanced past
+    each one that is found, so that it ends below ``end`` where a class has too few members. ``sizes`` counts members
+    of classes with ranks.
+    """
+    found = np.empty(BLOCK, np.uint8)
+    words = found.view(np.uint64)
+    ones, high = np.uint64(0x0101010101010101), np.uint64(0x8080808080808080)
+    for start in range(0, cells.size, BLOCK):
+        _classify(cells[start : start + BLOCK], shift, mask, first, counts.size, found)
+        for c in range(counts.size):
+            if counts[c] == 0:
+                continue
+            k = begin[c]
+            after = sizes[c] + _members(words, c)
+            while k < end[c] and ranks[k] < after:
+                wanted, word = i64(ranks[k]) - sizes[c], 0
+                prefix = _flags(words[0], c) * ones  # byte b: members in bytes 0 to b
+                while i64(prefix >> np.uint64(56)) <= wanted:
+                    wanted -= i64(prefix >> np.uint64(56))
+                    word += 1
+                    prefix = _flags(words[word], c) * ones
+                below = ((high | (ones * np.uint64(wanted))) - prefix) & high
+                out[k] = start + 8 * word + i64(((below >> np.uint64(7)) * ones) >> np.uint64(56))
+                k += 1
+            begin[c] = k
+            sizes[c] = after
 
 
 def _complement(ranks: Array, size: Any, out: Array) -> None:
@@ -290,8 +336,7 @@ def _rans_unpack(data: Array, groups: Array, freq: Array, start: Array, lookup: 
 
 gap_pack = _compile(_gap_pack)
 gap_unpack = _compile(_gap_unpack)
-classify = _compile(_classify)
-ranks_of = _compile(_ranks)
+rank = _compile(_rank)
 select = _compile(_select)
 complement = _compile(_complement)
 rice_pack = _compile(_rice_pack)
