@@ -163,12 +163,9 @@ class Study:
         Raises:
             BadParameter: no such group.
         """
-        needed = {"others": ["nadam", "soap", "lion", "adan", "normuon", "mars"]}.get(name, ["adamw", "muon"])
-        if name != "others":
-            self.do(sweep_runs(needed))
-            self._run_group(name)
-            return
-        for optimizer in needed:  # each is complete before the next starts
+        others = ["nadam", "soap", "lion", "adan", "normuon", "mars"]
+        needed = {"others": others, "one-rate": ["muon_one_rate"]}.get(name, ["adamw", "muon"])
+        for optimizer in needed:  # its runs start before the next one's sweep
             self.do(sweep_runs([optimizer]))
             self._run_group(name)
 

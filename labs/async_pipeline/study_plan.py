@@ -31,7 +31,8 @@ MODES = (
 SWEEP_SEED, SWEEP_STEPS = 100, 1000
 SWEEP_RATES: Mapping[str, tuple[float, ...]] = {
     "adamw": (2e-3, 4e-3, 8e-3, 1.6e-2),
-    "muon": (2.5e-3, 5e-3, 1e-2),
+    "muon": (5e-3, 1e-2, 2e-2),
+    "muon_one_rate": (2.5e-3, 5e-3, 1e-2),
     "nadam": (2e-3, 4e-3, 8e-3),
     "lion": (4e-4, 8e-4, 1.6e-3),
     "adan": (8e-3, 1.6e-2, 3.2e-2),
@@ -40,6 +41,7 @@ SWEEP_RATES: Mapping[str, tuple[float, ...]] = {
     "normuon": (2.5e-3, 5e-3, 1e-2),
 }
 DECAY = 0.1
+TABLE_RATE = 4e-3  # AdamW's in Muon and NorMuon (embedding, head, norms): the best of its own sweep
 PACKAGE_OPTIMIZERS = ("lion", "adan", "soap", "mars", "normuon")
 
 
@@ -49,7 +51,8 @@ class Run:
 
     Attributes:
         optimizer: a key of ``SWEEP_RATES``.
-        lr: peak learning rate, of all parameters.
+        lr: peak learning rate: of all parameters, or of the matrices with Muon and NorMuon, whose AdamW part has
+            ``TABLE_RATE``.
         steps: optimizer updates.
         mode: one of ``MODES``.
         seed: of the initial weights and of the batches.
@@ -85,15 +88,16 @@ def _groups(named: Named) -> list[dict[str, Any]]:
     return [group for group in groups if group["params"]]
 
 
-def _muon(named: Named, lr: float, momentum: float) -> Optimizer:
+def _muon(named: Named, lr: float, table_lr: float, momentum: float) -> Optimizer:
     matrices = [(n, p) for n, p in named if is_matrix(n, p)]
     rest = [(n, p) for n, p in named if not is_matrix(n, p)]
     if not matrices:
-        return AdamW(_groups(rest), lr, betas=(0.9, 0.95))
+        return AdamW(_groups(rest), table_lr, betas=(0.9, 0.95))
     tables, norms = [(n, p) for n, p in rest if p.ndim > 1], [(n, p) for n, p in rest if p.ndim < 2]
     optimizer = MuonWithAdamW(
         ParameterSplit(muon=matrices, adamw=norms),
         lr,
+        adamw_lr=table_lr,
         weight_decay=DECAY,
         momentum=momentum,
         ns_coefficients="keller",
@@ -106,13 +110,13 @@ def _muon(named: Named, lr: float, momentum: float) -> Optimizer:
     return optimizer
 
 
-def _normuon(named: Named, lr: float) -> Optimizer:
+def _normuon(named: Named, lr: float, table_lr: float) -> Optimizer:
     from pytorch_optimizer import NorMuon
 
     matrices = [p for n, p in named if is_matrix(n, p)]
     groups: list[dict[str, Any]] = [{"params": matrices, "use_muon": True, "lr": lr, "weight_decay": DECAY}]
     for group in _groups([(n, p) for n, p in named if not is_matrix(n, p)]):
-        groups.append({**group, "use_muon": False, "lr": lr, "betas": (0.9, 0.95), "eps": 1e-8})
+        groups.append({**group, "use_muon": False, "lr": table_lr, "betas": (0.9, 0.95), "eps": 1e-8})
     return NorMuon(groups, update_scale="match_rms")
 
 
@@ -122,17 +126,18 @@ def make_optimizer(run: Run, named: Named) -> Optimizer:
     Raises:
         ValueError: an unknown optimizer, or a momentum for one that the study does not vary it for.
     """
-    name, lr = run.optimizer, run.lr * (0.5 if run.mode == "half_lr" else 1.0)
+    name, factor = run.optimizer, 0.5 if run.mode == "half_lr" else 1.0
+    lr, table_lr = run.lr * factor, TABLE_RATE * factor
     if name == "adamw":
         return AdamW(_groups(named), lr, betas=(0.9 if run.momentum is None else run.momentum, 0.95))
-    if name == "muon":
-        return _muon(named, lr, 0.95 if run.momentum is None else run.momentum)
+    if name in ("muon", "muon_one_rate"):
+        return _muon(named, lr, table_lr if name == "muon" else lr, 0.95 if run.momentum is None else run.momentum)
     if run.momentum is not None:
         raise ValueError(f"momentum is varied for adamw and muon only, not for {name!r}")
     if name == "nadam":
         return NAdam(_groups(named), lr, betas=(0.9, 0.95), decoupled_weight_decay=True)
     if name == "normuon":
-        return _normuon(named, lr)
+        return _normuon(named, lr, table_lr)
     if name not in PACKAGE_OPTIMIZERS:
         raise ValueError(f"optimizer {name!r}; there are {', '.join(SWEEP_RATES)}")
     import pytorch_optimizer as package
@@ -204,14 +209,15 @@ def plan(rates: Mapping[str, float], *, steps: int = 2000, short: int = 400) -> 
             r for n in pair for r in _cross(full[n], ["prediction", "dc_asgd", "sync_start", "half_lr"], [0])
         ],
         "momentum-long": [],
+        "one-rate": [],  # only its sweep
     }
     if "adamw" in rates:
         for lr in (1e-3, 2e-3, 4e-3):
             groups["lr"] += _cross(replace(brief["adamw"], lr=lr), three, [0])
-        for beta in (0.5, 0.8, 0.9, 0.95, 0.98):
+        for beta in (0.5, 0.8, 0.95, 0.98):  # 0.9 is the usual one
             groups["momentum"] += _cross(replace(brief["adamw"], momentum=beta), three, [0])
     if "muon" in rates:
-        for beta in (0.8, 0.9, 0.95, 0.98):
+        for beta in (0.8, 0.9, 0.98):  # 0.95 is the usual one
             groups["momentum"] += _cross(replace(brief["muon"], momentum=beta), three, [0])
     for n in pair:
         for beta in (0.8, 0.95) if n == "adamw" else (0.8,):
