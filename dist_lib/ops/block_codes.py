@@ -71,7 +71,8 @@ def _rank(y: Tensor, ranked: Tensor, midpoints: Tensor, noise: Tensor | None) ->
 def _codes(y: Tensor, codec: Codec, noise: Tensor | None) -> Tensor:
     """uint8 codes of numbers ``y`` in grid units, -limit ... limit."""
     if codec.kind == "integer":
-        return _round(y, noise).to(torch.int8).view(torch.uint8) & (2**codec.bits - 1)
+        whole = _round(y, noise).to(torch.int8).view(torch.uint8)
+        return whole.bitwise_and_(2**codec.bits - 1)
     if codec.kind == "minmax":
         return _round(y, noise).to(torch.uint8)
     if codec.kind == "float8" and noise is None:
