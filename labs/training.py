@@ -20,6 +20,46 @@ from dist_lib.tasks import BatchSampler, TextCorpus
 from labs.framework import RunContext
 
 
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """Settings of every lab that trains a decoder on the corpus with :class:`DataParallelStep`.
+
+    Attributes:
+        model: name of a decoder configuration.
+        steps: optimizer steps.
+        batch_size: sequences in the global batch.
+        seq_len: tokens in a sequence.
+        weight_decay: of every optimizer.
+        shards: pieces of the global batch; 0 is one for each rank; a multiple of the ranks otherwise.
+        ordered: add gradients in rank order (bits of the single-process twin) instead of the backend's order.
+        save_every: steps between saved states; 0 never saves.
+
+    Raises:
+        ValueError: a setting out of its range, named with its value.
+    """
+
+    model: str
+    steps: int
+    batch_size: int
+    seq_len: int
+    weight_decay: float = 0.1
+    shards: int = 0
+    ordered: bool = True
+    save_every: int = 50
+
+    def __post_init__(self) -> None:
+        self.require(steps=1, batch_size=1, seq_len=1, weight_decay=0, shards=0, save_every=0)
+
+    def require(self, *, above: Sequence[str] = (), **least: float) -> None:
+        """Refuse a setting below its least value, or one of ``above`` that is not above 0."""
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise ValueError(f"{name} = {getattr(self, name)} must be at least {value}")
+        for name in above:
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} = {getattr(self, name)} must be above 0")
+
+
 @dataclass
 class StepCount:
     """What one step was counted to need on this rank."""

@@ -16,42 +16,24 @@ from dist_lib.models import Decoder, activation_bytes, get_config, parameter_cou
 from dist_lib.results import RunRecord
 from dist_lib.tasks import BatchSampler, load_corpus
 from labs.framework import Lab, RunContext
-from labs.training import DataParallelStep, payload_bytes_per_step, train, validation_loss
+from labs.training import DataParallelStep, TrainingSettings, payload_bytes_per_step, train, validation_loss
 
 PARTS = ("forward", "backward", "communication", "optimizer")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
-    """Settings.
+class Config(TrainingSettings):
+    """Settings beside those of every training.
 
     Attributes:
-        model: name of a decoder configuration.
-        steps: optimizer steps.
-        batch_size: sequences in the global batch.
-        seq_len: tokens in a sequence.
-        lr, weight_decay: of AdamW.
-        shards: pieces of the global batch; 0 is one for each rank; a multiple of the ranks otherwise.
-        ordered: add gradients in rank order (bits of the single-process twin) instead of the backend's order.
-        save_every: steps between saved states; 0 never saves.
+        lr: of AdamW.
     """
 
-    model: str
-    steps: int
-    batch_size: int
-    seq_len: int
     lr: float = 3e-3
-    weight_decay: float = 0.1
-    shards: int = 0
-    ordered: bool = True
-    save_every: int = 50
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "seq_len"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
-        if self.lr <= 0 or self.weight_decay < 0 or self.shards < 0 or self.save_every < 0:
-            raise ValueError("lr must be above 0; weight_decay, shards and save_every at least 0")
+        super().__post_init__()
+        self.require(above=["lr"])
 
 
 def run(config: Config, context: RunContext) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from dist_lib.optim import SCALES, MuonWithAdamW, warmup_cosine
 from dist_lib.results import RunRecord
 from dist_lib.tasks import BatchSampler, load_corpus
 from labs.framework import STATE, Lab, RunContext
-from labs.training import DataParallelStep, payload_bytes_per_step, train, validation_loss
+from labs.training import DataParallelStep, TrainingSettings, payload_bytes_per_step, train, validation_loss
 
 NAMES = ("adamw", "muon")
 LABELS = {"adamw": "AdamW", "muon": "Muon, AdamW for the rest"}
@@ -30,52 +30,30 @@ WINDOW = 10  # steps over which a training loss is averaged before curves are co
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
-    """Settings.
+class Config(TrainingSettings):
+    """Settings beside those of every training; ``steps`` are those of each training.
 
     Attributes:
-        model: name of a decoder configuration.
-        steps: optimizer steps of each training.
-        batch_size: sequences in the global batch.
-        seq_len: tokens in a sequence.
         seeds: trainings of each optimizer, with the run's seed and those that follow it.
         muon_lr: of Muon and of AdamW beside it; its meaning depends on ``scale``.
         adamw_lr: of the control.
-        weight_decay: of all.
         warmup: steps of linear warm-up; then half a cosine to a tenth of the learning rate.
         scale: how Muon's update is scaled.
         ns_steps: Newton-Schulz steps.
         ns_coefficients: name of a coefficient set.
-        shards: pieces of the global batch; 0 is one for each rank; a multiple of the ranks otherwise.
-        ordered: add gradients in rank order (bits of the single-process twin) instead of the backend's order.
-        save_every: steps between saved states; 0 never saves.
     """
 
-    model: str
-    steps: int
-    batch_size: int
-    seq_len: int
     seeds: int
     muon_lr: float
     adamw_lr: float
-    weight_decay: float = 0.1
     warmup: int = 10
     scale: str = "match_rms_adamw"
     ns_steps: int = 5
     ns_coefficients: str = "polar_express"
-    shards: int = 0
-    ordered: bool = True
-    save_every: int = 50
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "seq_len", "seeds", "ns_steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
-        for name in ("muon_lr", "adamw_lr"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} = {getattr(self, name)} must be above 0")
-        if min(self.weight_decay, self.shards, self.save_every, self.warmup) < 0:
-            raise ValueError("weight_decay, warmup, shards and save_every must be at least 0")
+        super().__post_init__()
+        self.require(seeds=1, ns_steps=1, warmup=0, above=["muon_lr", "adamw_lr"])
         if self.scale not in SCALES:
             raise ValueError(f"scale = {self.scale!r} must be one of {', '.join(SCALES)}")
 

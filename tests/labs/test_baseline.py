@@ -123,6 +123,15 @@ def test_every_scale_is_a_valid_configuration(scale):
     assert config.steps > 0 and settings.world_size >= 1
 
 
+@pytest.mark.parametrize(
+    "change", [{"lr": 0.0}, {"steps": 0}, {"seq_len": -1}, {"weight_decay": -0.1}, {"save_every": -1}], ids=str
+)
+def test_wrong_settings_are_refused_with_their_value(change):
+    (name, value) = next(iter(change.items()))
+    with pytest.raises(ValueError, match=f"{name} = {value} must be (above|at least) "):
+        dataclasses.replace(load_scale(LAB, "toy")[0], **change)
+
+
 FILES = sorted((grading.ROOT / "baseline" / "exercises").rglob("*.py"))
 
 
