@@ -30,6 +30,9 @@ class DMuonDDP(Runtime):
 
     mode = "ddp"
 
+    def _check_config(self, rest: dict[str, Parameter]) -> None:
+        pass
+
     def _make_rest(self, rest: dict[str, Parameter]) -> Rest:
         self._pending: dict[str, list[Publication]] = {}
         return ShardedRest(

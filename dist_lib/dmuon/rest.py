@@ -100,12 +100,12 @@ class ShardedRest:
             self._log.add("publish", "rest", row.nbytes, start)
 
     @torch.no_grad()
-    def adopt(self) -> None:
-        """Take the chunks from the whole parameters, after those were loaded."""
+    def adopt(self, values: Mapping[str, Tensor]) -> None:
+        """Take this rank's chunks from whole tensors."""
         for chunks in self.chunks:
             for i, name in enumerate(chunks.names):
                 a, b = chunks.bounds(i, self.rank)
-                self.shards[name].copy_(self.parameters[name].detach().reshape(-1)[a:b])
+                self.shards[name].copy_(values[name].detach().reshape(-1)[a:b])
 
     def gradients(self) -> list[Tensor]:
         """This rank's chunks of all averaged gradients."""
@@ -140,6 +140,9 @@ class WholeRest:
 
     def publish(self) -> None:
         """The other system gathers before it computes."""
+
+    def adopt(self, values: Mapping[str, Tensor]) -> None:
+        """The shards are the parameters themselves: whoever set those has set these."""
 
     def keep_used(self, used: set[str]) -> None:
         """The other system leaves unused parameters without a gradient."""

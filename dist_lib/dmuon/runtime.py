@@ -235,6 +235,7 @@ class Runtime(ABC):
         if left:
             raise ValueError(f"the split leaves out {', '.join(left[:5])}; give every trained parameter a place")
 
+    @abstractmethod
     def _check_config(self, rest: dict[str, Parameter]) -> None:
         """Refuse options that this kind of runtime cannot honour for these parameters."""
 
