@@ -112,7 +112,7 @@ def read_manifest(data: bytes) -> Manifest:
     )
     if not good or parts is None:
         raise CorruptPatchError(f"not a manifest of format {FORMAT}: {data[:200]!r}")
-    return Manifest(value["kind"], value["version"], base, tuple(Part(*p) for p in parts), float(value["created"]))
+    return Manifest(value["kind"], value["version"], base, tuple(Part(*p) for p in parts), value["created"])
 
 
 def marker_name(version: int, kind: str) -> str:

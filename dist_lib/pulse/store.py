@@ -178,11 +178,9 @@ class Store:
             raise
 
     def put_content(self, data: bytes) -> str:
-        """Store bytes under their SHA-256 and return it in hexadecimal; nothing is sent if they are there."""
+        """Store bytes under their SHA-256 and return it in hexadecimal; a damaged object of that name is healed."""
         digest = hashlib.sha256(data).hexdigest()
-        name = content_name(digest)
-        if self.size(name) != len(data):
-            self.put(name, data)
+        self.put(content_name(digest), data)
         return digest
 
     def get_content(self, digest: str, size: int) -> bytes:
