@@ -2,11 +2,13 @@
 
 Newton-Schulz (:func:`newton_schulz`) with its coefficient sets (:data:`COEFFICIENTS`, :func:`polar_express`), FLOP
 counts and the symmetric products that it is made of. Block quantisation (:func:`quantize`, :func:`accumulate_`) with
-its number formats (:data:`CODECS`) and their measured error (:func:`error_table`).
+its number formats (:data:`CODECS`) and their measured error (:func:`error_table`); RMSNorm and SwiGLU around codes
+(:func:`rms_norm_quantize`, :func:`rms_norm_backward`, :func:`swiglu_backward`).
 """
 
 from dist_lib.ops.codecs import CODECS, Codec, get_codec
 from dist_lib.ops.coefficients import COEFFICIENTS, Triple, polar_express, resolve, scalar_map, with_safety
+from dist_lib.ops.fused_quantized import rms_norm_backward, rms_norm_quantize, swiglu_backward
 from dist_lib.ops.newton_schulz import choose_form, newton_schulz, newton_schulz_flops, normalise
 from dist_lib.ops.quantization import (
     Quantized,
@@ -43,7 +45,10 @@ __all__ = [
     "quantized_nbytes",
     "quantized_zeros",
     "resolve",
+    "rms_norm_backward",
+    "rms_norm_quantize",
     "scalar_map",
+    "swiglu_backward",
     "symmetric_matmul",
     "uses_kernel",
     "with_safety",

@@ -86,14 +86,15 @@ def quantized_nbytes(
     flat: bool = False,
 ) -> int:
     """Bytes that :func:`quantize` needs for a tensor of this shape: rows x (packed codes + scales)."""
-    _check(codec, block_size, scale_dtype)
+    check_choice(codec, block_size, scale_dtype)
     rows, count = _rows(torch.Size(shape), flat)
     chosen = get_codec(codec)
     scales = -(-count // block_size) * chosen.scales_per_block * scale_dtype.itemsize
     return rows * (row_bytes(count, block_size, chosen.bits) + scales)
 
 
-def _check(codec: str, block_size: int, scale_dtype: torch.dtype) -> None:
+def check_choice(codec: str, block_size: int, scale_dtype: torch.dtype) -> None:
+    """Raise a ValueError or TypeError that says what is allowed, if one of these is not."""
     get_codec(codec)
     if block_size not in BLOCK_SIZES:
         raise ValueError(f"block_size is {block_size}; choose one of {BLOCK_SIZES}")
@@ -133,7 +134,7 @@ def quantize_blocks(x: Tensor, codec: str, block_size: int, half_scales: bool, s
     chosen = CODECS[codec]
     scale_dtype = torch.float16 if half_scales else torch.float32
     rows, count = x.shape
-    codes, scales = _empty(x, codec, block_size, scale_dtype)
+    codes, scales = empty_codes(x, codec, block_size, scale_dtype)
     if x.numel() == 0:
         return codes, scales
     if quantize_uses_kernel(x):
@@ -155,7 +156,8 @@ def quantize_blocks(x: Tensor, codec: str, block_size: int, half_scales: bool, s
     return codes, scales
 
 
-def _empty(x: Tensor, codec: str, block_size: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def empty_codes(x: Tensor, codec: str, block_size: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Room for the codes (rows, bytes) and scales (rows, blocks[, 2]) of ``x`` (rows, numbers)."""
     chosen = CODECS[codec]
     rows, count = x.shape
     codes = x.new_empty((rows, row_bytes(count, block_size, chosen.bits)), dtype=torch.uint8)
@@ -165,7 +167,7 @@ def _empty(x: Tensor, codec: str, block_size: int, scale_dtype: torch.dtype) -> 
 
 @quantize_blocks.register_fake
 def _(x: Tensor, codec: str, block_size: int, half_scales: bool, seed: int) -> tuple[Tensor, Tensor]:
-    return _empty(x, codec, block_size, torch.float16 if half_scales else torch.float32)
+    return empty_codes(x, codec, block_size, torch.float16 if half_scales else torch.float32)
 
 
 @torch.library.custom_op("dist_lib::dequantize_blocks", mutates_args=())
@@ -221,7 +223,8 @@ def accumulate_blocks(codes: Tensor, scales: Tensor, x: Tensor, codec: str, bloc
 # ---- for users ----------------------------------------------------------------------------------------------------
 
 
-def _seed(rounding: str, generator: torch.Generator | int | None) -> int:
+def rounding_seed(rounding: str, generator: torch.Generator | int | None) -> int:
+    """The seed that the registered operations take: of stochastic rounding, or :data:`NEAREST`."""
     if rounding == "nearest":
         return NEAREST
     if rounding == "stochastic":
@@ -262,9 +265,9 @@ def quantize(
             block whose scale float16 cannot hold (on a GPU, where looking would stall, that block decodes to NaN).
         TypeError: a dtype that is not allowed.
     """
-    _check(codec, block_size, scale_dtype)
+    check_choice(codec, block_size, scale_dtype)
     _check_tensor(x)
-    seed = _seed(rounding, generator)
+    seed = rounding_seed(rounding, generator)
     rows = _rows(x.shape, flat)
     half = scale_dtype == torch.float16
     codes, scales = torch.ops.dist_lib.quantize_blocks(x.detach().reshape(rows), codec, block_size, half, seed)
@@ -277,7 +280,7 @@ def quantize(
     return Quantized(codes, scales, x.shape, x.dtype, codec, block_size, flat)
 
 
-def _as_rows(q: Quantized) -> tuple[Tensor, Tensor, int]:
+def as_rows(q: Quantized) -> tuple[Tensor, Tensor, int]:
     """Codes and scales as (rows, ...), views of those of ``q``; and the numbers in a row."""
     rows, count = _rows(q.shape, q.flat)
     chosen = get_codec(q.codec)
@@ -301,7 +304,7 @@ def dequantize(q: Quantized, dtype: torch.dtype | None = None) -> Tensor:
     dtype = q.dtype if dtype is None else dtype
     if dtype not in FLOATS:
         raise TypeError(f"dtype is {dtype}; decoding gives float32, float16, bfloat16 or float64")
-    codes, scales, count = _as_rows(q)
+    codes, scales, count = as_rows(q)
     out: Tensor = torch.ops.dist_lib.dequantize_blocks(codes, scales, count, q.codec, q.block_size, dtype)
     return out.reshape(q.shape)
 
@@ -328,9 +331,9 @@ def accumulate_(
     if x.shape != q.shape:
         raise ValueError(f"x has shape {tuple(x.shape)}, the sum has {tuple(q.shape)}")
     _check_tensor(x)
-    codes, scales, count = _as_rows(q)
+    codes, scales, count = as_rows(q)
     rows = x.detach().reshape(codes.shape[0], count)
-    torch.ops.dist_lib.accumulate_blocks(codes, scales, rows, q.codec, q.block_size, _seed(rounding, generator))
+    torch.ops.dist_lib.accumulate_blocks(codes, scales, rows, q.codec, q.block_size, rounding_seed(rounding, generator))
     return q
 
 
@@ -349,7 +352,7 @@ def quantized_zeros(
     Raises:
         ValueError, TypeError: as :func:`quantize`.
     """
-    _check(codec, block_size, scale_dtype)
+    check_choice(codec, block_size, scale_dtype)
     chosen = get_codec(codec)
     size = torch.Size(shape)
     count = _rows(size, flat)[1]
