@@ -106,17 +106,15 @@ class Inbox:
 
     Args:
         src: global rank.
-        group: of this direction.
+        mesh: ranks, device and groups.
+        lane: name of the group of this direction: ``"down"``, ``"up"`` or ``"across"``.
         message: what arrives.
-        device: where.
         waits: the clock.
         name: of what arrives, ``"activations"`` or ``"gradients"``.
     """
 
-    def __init__(
-        self, src: int, group: dist.ProcessGroup, message: Message, device: torch.device, waits: Waits, name: str
-    ) -> None:
-        self.src, self._group, self._message, self._device = src, group, message, device
+    def __init__(self, src: int, mesh: PipelineMesh, lane: str, message: Message, waits: Waits, name: str) -> None:
+        self.src, self._mesh, self._lane, self._message = src, mesh, lane, message
         self._waits, self._name = waits, name
         self._posted: deque[Pending] = deque()
         self._expected = 0
@@ -128,7 +126,9 @@ class Inbox:
 
     def _post(self) -> None:
         while self._expected and len(self._posted) < AHEAD:
-            self._posted.append(collectives.irecv(self._message.empty(self._device), self.src, group=self._group))
+            self._posted.append(
+                collectives.irecv(self._message.empty(self._mesh.device), self.src, group=self._mesh.group(self._lane))
+            )
             self._expected -= 1
 
     def take(self, what: str) -> Tensor:
@@ -149,20 +149,22 @@ class Outbox:
 
     Args:
         dst: global rank.
-        group: of this direction.
+        mesh: ranks, device and groups.
+        lane: name of the group of this direction: ``"down"``, ``"up"`` or ``"across"``.
         keep: sends that may be under way at once. With at least p - s of them, waiting for the oldest never waits for
             anything but a message that the receiver must have had already.
         waits: the clock.
         name: of what is sent.
     """
 
-    def __init__(self, dst: int, group: dist.ProcessGroup, keep: int, waits: Waits, name: str) -> None:
-        self._dst, self._group, self._keep, self._waits, self._name = dst, group, keep, waits, name
+    def __init__(self, dst: int, mesh: PipelineMesh, lane: str, keep: int, waits: Waits, name: str) -> None:
+        self._dst, self._mesh, self._lane, self._keep = dst, mesh, lane, keep
+        self._waits, self._name = waits, name
         self._sent: deque[Pending] = deque()
 
     def put(self, tensor: Tensor) -> None:
         """Start sending; the tensor must not be written to any more."""
-        self._sent.append(collectives.isend(tensor.detach(), self._dst, group=self._group))
+        self._sent.append(collectives.isend(tensor.detach(), self._dst, group=self._mesh.group(self._lane)))
         self._wait_until(self._keep)
 
     def flush(self) -> None:

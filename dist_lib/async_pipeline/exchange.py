@@ -80,8 +80,8 @@ class GradientExchange:
             index, rank = names.index(mine), mesh.rank_of(other)
             weight = self._parameters[index]
             message = Message(tuple(weight.shape), accumulation_dtype(weight.dtype))
-            inbox = Inbox(rank, mesh.across, message, mesh.device, waits, "tied gradients")
-            ends = (index, inbox, Outbox(rank, mesh.across, 2, waits, "tied gradients"))
+            inbox = Inbox(rank, mesh, "across", message, waits, "tied gradients")
+            ends = (index, inbox, Outbox(rank, mesh, "across", 2, waits, "tied gradients"))
             (self._first if mesh.stage == tie.first else self._last).append(ends)
 
     def share_weights(self) -> None:
@@ -94,9 +94,7 @@ class GradientExchange:
             outbox.flush()
         for index, inbox, _ in self._last:
             weight = self._parameters[index]
-            raw = Inbox(
-                inbox.src, self._mesh.across, Message.of(weight), self._mesh.device, self._waits, "tied weights"
-            )
+            raw = Inbox(inbox.src, self._mesh, "across", Message.of(weight), self._waits, "tied weights")
             raw.expect(1)
             weight.data.copy_(raw.take("at the start"))
 

@@ -7,6 +7,7 @@ many pipelines, one after another.
 
 from __future__ import annotations
 
+import weakref
 from datetime import timedelta
 
 import torch
@@ -41,10 +42,6 @@ class PipelineMesh:
     Attributes:
         stage, replica: this rank's place.
         device: where this rank computes.
-        world: group of all ranks.
-        down, up, across: groups of all ranks for messages to later stages, to earlier ones, and between tied weights.
-        pipeline: group of the stages of this replica.
-        peers: group of the replicas of this stage; None with one replica.
     """
 
     def __init__(self, stages: int | None = None, *, replicas: int = 1, timeout_s: float = 60.0) -> None:
@@ -66,13 +63,57 @@ class PipelineMesh:
             made: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout)
             return made
 
-        self.world, self.down, self.up, self.across = group(), group(), group(), group()
+        self._groups = {name: group() for name in ("world", "down", "up", "across")}
         pipelines = [group([s * replicas + k for s in range(stages)]) for k in range(replicas)]
-        self.pipeline = pipelines[self.replica]
-        self.peers: dist.ProcessGroup | None = None
+        self._groups["pipeline"] = pipelines[self.replica]
         if replicas > 1:
             peers = [group([s * replicas + k for k in range(replicas)]) for s in range(stages)]
-            self.peers = peers[self.stage]
+            self._groups["peers"] = peers[self.stage]
+        # A group that something still refers to when Python ends aborts the process: this forgets them before.
+        weakref.finalize(self, self._groups.clear)
+
+    def group(self, name: str) -> dist.ProcessGroup:
+        """A group by the name of its attribute.
+
+        Raises:
+            PipelineError: the mesh is closed, or has no such group.
+        """
+        if name not in self._groups:
+            raise PipelineError(f"the mesh has no group {name!r}: it is closed, or was made without replicas")
+        return self._groups[name]
+
+    @property
+    def world(self) -> dist.ProcessGroup:
+        """Group of all ranks."""
+        return self.group("world")
+
+    @property
+    def down(self) -> dist.ProcessGroup:
+        """Group of all ranks, for messages to later stages."""
+        return self.group("down")
+
+    @property
+    def up(self) -> dist.ProcessGroup:
+        """Group of all ranks, for messages to earlier stages."""
+        return self.group("up")
+
+    @property
+    def pipeline(self) -> dist.ProcessGroup:
+        """Group of the stages of this replica."""
+        return self.group("pipeline")
+
+    @property
+    def peers(self) -> dist.ProcessGroup | None:
+        """Group of the replicas of this stage; None with one replica."""
+        return self.group("peers") if self.replicas > 1 else None
+
+    def close(self) -> None:
+        """Give up the groups, on all ranks; pipelines on this mesh cannot run any more. A second call does nothing."""
+        groups = list(self._groups.values())
+        self._groups.clear()
+        for group in groups:
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
 
     def rank_of(self, stage: int) -> int:
         """Global rank of a stage of this replica."""

@@ -278,12 +278,12 @@ class _Run:
         self.to_previous: Outbox | None = None
         if pipeline._incoming is not None:
             previous = mesh.rank_of(mesh.stage - 1)
-            self.activations = Inbox(previous, mesh.down, pipeline._incoming, mesh.device, waits, "activations")
-            self.to_previous = Outbox(previous, mesh.up, self.room + 1, waits, "gradients")
+            self.activations = Inbox(previous, mesh, "down", pipeline._incoming, waits, "activations")
+            self.to_previous = Outbox(previous, mesh, "up", self.room + 1, waits, "gradients")
         if not pipeline.is_last and pipeline._outgoing is not None:
             following = mesh.rank_of(mesh.stage + 1)
-            self.gradients = Inbox(following, mesh.up, pipeline._outgoing, mesh.device, waits, "gradients")
-            self.to_next = Outbox(following, mesh.down, self.room + 1, waits, "activations")
+            self.gradients = Inbox(following, mesh, "up", pipeline._outgoing, waits, "gradients")
+            self.to_next = Outbox(following, mesh, "down", self.room + 1, waits, "activations")
         self.begin = 0.0
 
     def go(self) -> list[float]:
