@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import io
 import logging
 import os
 import random
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -74,8 +77,8 @@ class Store:
     """One place of objects.
 
     Args:
-        url: ``/a/folder``, ``file://``, ``memory://``, ``s3://bucket/prefix``, ``http(s)://`` (read only) or any other
-            that fsspec knows.
+        url: ``/a/folder``, ``file://``, ``memory://``, ``s3://bucket/prefix``, ``http(s)://`` (read only, by the
+            standard library) or any other that fsspec knows.
         options: for fsspec's file system, such as ``endpoint_url``.
         retry: for operations that fail for other reasons than a missing object.
     """
@@ -86,23 +89,27 @@ class Store:
     metrics: Metrics = field(default_factory=Metrics, init=False)
 
     def __post_init__(self) -> None:
+        protocol = self.url.split("://")[0] if "://" in self.url else "file"
+        self._web, self._local = protocol in ("http", "https"), protocol == "file"
+        if self._web:
+            self._root = self.url
+            return
         try:
             fsspec = importlib.import_module("fsspec")
         except ImportError as error:
             raise MissingPackageError("fsspec", "a store") from error
-        options = {"use_listings_cache": False, **self.options} if "://" in self.url else dict(self.options)
-        protocol = self.url.split("://")[0] if "://" in self.url else "file"
-        if protocol in ("file", "memory"):
-            options.pop("use_listings_cache", None)
-        self._fs, self._root = fsspec.core.url_to_fs(self.url, **options)
-        self._web = protocol in ("http", "https")
-        self._local = protocol == "file"
+        fresh = {} if protocol in ("file", "memory") else {"use_listings_cache": False}
+        self._fs, self._root = fsspec.core.url_to_fs(self.url, **{**fresh, **self.options})
 
     def _path(self, name: str) -> str:
         parts = name.split("/")
         if not all(p and not p.startswith(".") and p.isprintable() for p in parts):
             raise ValueError(f"{name!r} is not the name of an object")
         return f"{self._root.rstrip('/')}/{name}"
+
+    def _refuse_web(self, what: str) -> None:
+        if self._web:
+            raise io.UnsupportedOperation(f"{self.url} is a web server: it can be followed, but not {what}")
 
     def _try(self, what: str, operation: Callable[[], R]) -> R:
         start = time.monotonic()
@@ -136,7 +143,11 @@ class Store:
         path = self._path(name)
 
         def read() -> bytes:
-            options = {} if self._web or self._local else {"cache_type": "none"}
+            if self._web:
+                with _request(path, "GET") as answer:
+                    content: bytes = answer.read(most + 1)
+                return content
+            options = {} if self._local else {"cache_type": "none"}
             with self._fs.open(path, "rb", **options) as file:
                 data: bytes = file.read(most + 1)
             return data
@@ -153,8 +164,10 @@ class Store:
 
         Raises:
             OSError: the store failed at every attempt; whether the object was written is then unknown.
+            io.UnsupportedOperation: the store is a web server.
         """
         path = self._path(name)
+        self._refuse_web("written to")
         self._try(f"put {name}", lambda: self._write(path, data))
         self.metrics.puts += 1
         self.metrics.bytes_out += len(data)
@@ -213,14 +226,28 @@ class Store:
 
     def size(self, name: str) -> int | None:
         """Bytes of an object; None if there is none."""
+        path = self._path(name)
+
+        def ask() -> int | None:
+            if not self._web:
+                found: int | None = self._fs.size(path)
+                return found
+            with _request(path, "HEAD") as answer:
+                return int(answer.headers.get("Content-Length", 0))
+
         try:
-            size: int | None = self._try(f"size of {name}", lambda: self._fs.size(self._path(name)))
+            size = self._try(f"size of {name}", ask)
         except MissingObjectError:
             return None
         return size
 
     def names(self, folder: str) -> dict[str, float]:
-        """Objects below a folder, name to age in seconds (0 where it is unknown). Not for HTTP."""
+        """Objects below a folder, name to age in seconds (0 where it is unknown).
+
+        Raises:
+            io.UnsupportedOperation: the store is a web server.
+        """
+        self._refuse_web("listed")
         root = self._path(folder)
 
         def find() -> dict[str, Any]:
@@ -236,11 +263,23 @@ class Store:
 
     def delete(self, name: str) -> None:
         """Remove an object; one that is not there is no error."""
+        self._refuse_web("deleted from")
         try:
             self._try(f"delete {name}", lambda: self._fs.rm_file(self._path(name)))
         except MissingObjectError:
             return
         self.metrics.deletes += 1
+
+
+def _request(url: str, method: str) -> Any:
+    """Ask a web server; what is not there raises FileNotFoundError, all other failures OSError."""
+    request = urllib.request.Request(url, method=method, headers={"Cache-Control": "no-cache"})
+    try:
+        return urllib.request.urlopen(request, timeout=30.0)
+    except urllib.error.HTTPError as error:
+        if error.code in (404, 410):
+            raise FileNotFoundError(url) from error
+        raise
 
 
 def _age(info: dict[str, Any]) -> float:

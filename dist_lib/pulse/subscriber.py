@@ -76,9 +76,9 @@ def newest_version(store: Store, *, listed: bool = False) -> int | None:
     except (MissingObjectError, CorruptPatchError):
         version = -1
     if version < 0 or not _exists(store, version):
-        listed = _listed(store)
-        if listed:
-            return listed[-1]
+        found = _listed(store)
+        if found:
+            return found[-1]
         version = -1
     while _exists(store, version + 1):
         version += 1
