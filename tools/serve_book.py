@@ -6,6 +6,7 @@ import sys
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 HTML = Path(__file__).resolve().parent.parent / "_build" / "html"
 HOST = "127.0.0.1"
@@ -15,6 +16,11 @@ class Server(ThreadingHTTPServer):
     """One thread a request, so that a browser's idle connection blocks nobody."""
 
     daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a browser that left before its answer was complete."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class Handler(SimpleHTTPRequestHandler):

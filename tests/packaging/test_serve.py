@@ -42,6 +42,18 @@ def test_a_page_is_served_and_ctrl_c_ends_it_quietly(server) -> None:
     assert (process.returncode, out.split(), err) == (0, ["serve:", "ended"], "")
 
 
+def test_a_browser_that_leaves_early_is_no_error(site: Path, server) -> None:
+    (site / "large.bin").write_bytes(bytes(20_000_000))
+    process, address = server
+    host, port = address.removeprefix("http://").rstrip("/").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as browser:
+        browser.sendall(b"GET /large.bin HTTP/1.1\r\nHost: book\r\n\r\n")
+        assert browser.recv(15) == b"HTTP/1.0 200 OK"
+    assert urllib.request.urlopen(address, timeout=10).status == 200
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=20)[1] == ""
+
+
 def test_only_this_machine_is_answered(server) -> None:
     _, address = server
     host, port = address.removeprefix("http://").rstrip("/").split(":")
