@@ -30,9 +30,8 @@ MODES = (
 )
 SWEEP_SEED, SWEEP_STEPS = 100, 1000
 SWEEP_RATES: Mapping[str, tuple[float, ...]] = {
-    "adamw": (2e-3, 4e-3, 8e-3, 1.6e-2),
+    "adamw": (2e-3, 4e-3, 8e-3),
     "muon": (5e-3, 1e-2, 2e-2),
-    "muon_one_rate": (2.5e-3, 5e-3, 1e-2),
     "nadam": (2e-3, 4e-3, 8e-3),
     "lion": (4e-4, 8e-4, 1.6e-3),
     "adan": (8e-3, 1.6e-2, 3.2e-2),
@@ -41,7 +40,7 @@ SWEEP_RATES: Mapping[str, tuple[float, ...]] = {
     "normuon": (2.5e-3, 5e-3, 1e-2),
 }
 DECAY = 0.1
-TABLE_RATE = 4e-3  # AdamW's in Muon and NorMuon (embedding, head, norms): the best of its own sweep
+TABLE_RATE = 4e-3  # AdamW's in Muon and NorMuon (embedding, head, norms)
 PACKAGE_OPTIMIZERS = ("lion", "adan", "soap", "mars", "normuon")
 
 
@@ -130,8 +129,8 @@ def make_optimizer(run: Run, named: Named) -> Optimizer:
     lr, table_lr = run.lr * factor, TABLE_RATE * factor
     if name == "adamw":
         return AdamW(_groups(named), lr, betas=(0.9 if run.momentum is None else run.momentum, 0.95))
-    if name in ("muon", "muon_one_rate"):
-        return _muon(named, lr, table_lr if name == "muon" else lr, 0.95 if run.momentum is None else run.momentum)
+    if name == "muon":
+        return _muon(named, lr, table_lr, 0.95 if run.momentum is None else run.momentum)
     if run.momentum is not None:
         raise ValueError(f"momentum is varied for adamw and muon only, not for {name!r}")
     if name == "nadam":
@@ -209,7 +208,6 @@ def plan(rates: Mapping[str, float], *, steps: int = 2000, short: int = 400) -> 
             r for n in pair for r in _cross(full[n], ["prediction", "dc_asgd", "sync_start", "half_lr"], [0])
         ],
         "momentum-long": [],
-        "one-rate": [],  # only its sweep
     }
     if "adamw" in rates:
         for lr in (1e-3, 2e-3, 4e-3):

@@ -15,7 +15,6 @@ Record = Mapping[str, Any]
 NAMES = {
     "adamw": "AdamW",
     "muon": "Muon",
-    "muon_one_rate": "Muon, same rate for AdamW's part",
     "nadam": "NAdam",
     "soap": "SOAP",
     "lion": "Lion",
