@@ -15,7 +15,7 @@ from dist_lib.dmuon import DeviceCost, FlopCost, MatrixSpec, MeasuredCost, Owner
 from dist_lib.dmuon.bytes import column_elements
 from dist_lib.dmuon.costs import best_splits
 from dist_lib.dmuon.layout import assign_names, layer_of, natural_key, rank_of_slot, slot
-from dist_lib.dmuon.milp import all_patterns, solve
+from dist_lib.dmuon.milp import _best_pattern, all_patterns, solve
 from dist_lib.dmuon.solvers import Problem, greedy, improve, lower_bound, lpt
 from dist_lib.dmuon.workloads import WORKLOADS, shape_counts, workload
 
@@ -88,6 +88,26 @@ def test_generated_patterns_prove_what_listed_ones_do(monkeypatch):
     assert generated.lower_bound <= max(listed.rank_loads)
     assert generated.above_bound < 1.001
     assert max(make_plan(specs, 24, cost=cost).rank_loads) > 1.02 * max(generated.rank_loads)
+
+
+def test_what_is_not_proven_does_not_raise_the_bound(monkeypatch):
+    problem = Problem(((0.0, 3.0, 6.0, 9.0), (0.0, 2.0, 4.0, 6.0, 8.0)), (1, 1), 3)
+    monkeypatch.setattr("dist_lib.dmuon.milp._combine", lambda *a, **k: (None, False))  # ran out of nodes
+    assert solve(problem, start=lpt(problem), gap=0.0)[1] == lower_bound(problem)
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems(), st.lists(st.integers(0, 9), min_size=3, max_size=3), st.floats(1.0, 2.0))
+def test_a_patterns_value_is_never_underestimated(problem, prices, factor):
+    """Rounding must fall on the side that keeps the bound a bound; the pattern may exceed the target by as little."""
+    target = factor * max(t[1] for t in problem.totals)
+    ranges = [range(c + 1) for c in problem.counts]
+    fitting = [p for p in itertools.product(*ranges) if problem.load(p) <= target]
+    best = max(sum(k * v for k, v in zip(p, prices, strict=False)) for p in fitting)
+    top, pattern = _best_pattern(problem, prices[: len(ranges)], target)
+    assert top >= best - 1e-9
+    assert top == pytest.approx(sum(k * v for k, v in zip(pattern, prices, strict=False)))
+    assert problem.load(pattern) <= target * 1.001
 
 
 def test_patterns_are_maximal_and_within_the_target():
@@ -203,6 +223,12 @@ def test_layers_are_spread_and_columns_even(model):
     assert unevenness(plan) < 1.05 and unevenness(plan) <= unevenness(blind)
     if model == "wallx":
         assert unevenness(blind) > 3.5
+
+
+def test_equal_loads_stand_apart():
+    plan = make_plan(named([(9, 9), (9, 9), (2, 3), (2, 3)]), 4, nodes=2)
+    first, second = plan.owner("layers.0.weight"), plan.owner("layers.1.weight")
+    assert first // 2 != second // 2 and first % 2 != second % 2  # neither node nor GPU in common
 
 
 def test_names_sort_as_people_count():
