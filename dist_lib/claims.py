@@ -90,16 +90,19 @@ class Claim:
             return value == self.our_value
         return abs(self.our_value - value) <= (self.tolerance or 0.0) * abs(value)
 
-    def shown(self) -> str:
-        """Our value with its unit, as it stands in prose."""
-        if self.our_value is None:
-            raise ClaimError(f"claim {self.id} has no value of ours to show")
-        value = self.our_value if isinstance(self.our_value, str) else f"{self.our_value:g}"
-        return (
-            f"{value} {self.unit}".rstrip()
-            if self.unit not in ("x", "%")
-            else f"{value}{'×' if self.unit == 'x' else ' %'}"
-        )
+    def shown(self, *, paper: bool = False) -> str:
+        """Our value with its unit, or the paper's, as it stands in prose.
+
+        Raises:
+            ClaimError: the claim does not have that value.
+        """
+        found = self.paper_value if paper else self.our_value
+        if found is None:
+            raise ClaimError(f"claim {self.id} has no value of {'the paper' if paper else 'ours'} to show")
+        value = found if isinstance(found, str) else f"{found:g}"
+        if self.unit in ("x", "%"):
+            return f"{value}{'×' if self.unit == 'x' else ' %'}"
+        return f"{value} {self.unit}".rstrip()
 
 
 def load_claims(path: Path | None = None) -> dict[str, Claim]:

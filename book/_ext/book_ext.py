@@ -127,7 +127,7 @@ class EquationDirective(SphinxDirective):
 
 
 class ClaimRole(SphinxRole):
-    """``{claim}`id```: our value with its unit."""
+    """``{claim}`id```: our value with its unit; ``{claim}`paper:id```: the paper's."""
 
     def run(self) -> tuple[list[nodes.Node], list[nodes.system_message]]:
         """Insert the number with a link to its row in the ledger."""
@@ -135,15 +135,18 @@ class ClaimRole(SphinxRole):
 
         self.env.note_dependency(str(ROOT / "data" / "claims.toml"))
         claims = load_claims(ROOT / "data" / "claims.toml")
-        if self.text not in claims:
-            message = self.inliner.reporter.error(f"no claim {self.text!r} in data/claims.toml", line=self.lineno)
+        paper, name = self.text.startswith("paper:"), self.text.removeprefix("paper:")
+        if name not in claims:
+            message = self.inliner.reporter.error(f"no claim {name!r} in data/claims.toml", line=self.lineno)
             return [], [message]
-        claim = claims[self.text]
+        claim = claims[name]
         if CLAIMS_PAGE not in self.env.found_docs:
-            return [nodes.inline(text=claim.shown(), classes=["book-claim"])], []
+            return [nodes.inline(text=claim.shown(paper=paper), classes=["book-claim"])], []
         uri = self.env.app.builder.get_relative_uri(self.env.docname, CLAIMS_PAGE) + f"#claim-{claim.id}"
         title = f"{claim.label}: {claim.statement}"
-        link = nodes.reference(text=claim.shown(), refuri=uri, reftitle=title, internal=True, classes=["book-claim"])
+        link = nodes.reference(
+            text=claim.shown(paper=paper), refuri=uri, reftitle=title, internal=True, classes=["book-claim"]
+        )
         return [link], []
 
 

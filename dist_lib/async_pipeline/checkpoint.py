@@ -119,7 +119,7 @@ def save_checkpoint(pipeline: Pipeline, directory: str | Path, *, keep: int = 2)
     """Write a checkpoint between two runs; call it on all ranks.
 
     Args:
-        pipeline: drained, as after :meth:`~.runtime.Pipeline.run`.
+        pipeline: drained, as after :meth:`~dist_lib.async_pipeline.Pipeline.run`.
         directory: of all checkpoints of this run, seen by all ranks (a shared file system on several machines).
         keep: number of newest checkpoints to leave there, at least 1.
 
@@ -167,7 +167,7 @@ def load_checkpoint(pipeline: Pipeline, directory: str | Path) -> int:
     """Load the newest whole checkpoint of a directory; call it on all ranks.
 
     Returns:
-        Number of batches done: go on with that batch. 0, and nothing changed, if there is no checkpoint.
+        How many batches are done, which is the batch to go on with; 0, and nothing changed, if there is no checkpoint.
 
     Raises:
         AgreementError: the ranks see different checkpoints, so the directory is not shared.

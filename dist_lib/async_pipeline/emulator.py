@@ -96,7 +96,7 @@ class DelayedTrainer:
             :class:`~dist_lib.async_pipeline.mitigations.DCASGD`.
         config: delay, micro-batches, clipping, error feedback.
         make_scheduler: called once a stage with its optimizer; stepped once an update.
-        ties: weights that two stages hold; default: what the stages say (:func:`~.stages.ties_of`). The averaged
+        ties: weights that two stages hold; default: what the stages say (``ties_of``). The averaged
             gradients of both are added before the update.
         sync_updates: updates made without delay (and without error feedback) before the delayed part starts.
         prediction: evaluate gradients at predicted weights, for batches whose version is old.
@@ -108,7 +108,6 @@ class DelayedTrainer:
     Attributes:
         step: batches trained on so far, which is the version of the newest weights.
         gradient_norm: norm over all stages of the last averaged gradient, a float32 scalar; None without clipping.
-        optimizers: one a stage, None for a stage with nothing to train.
     """
 
     def __init__(

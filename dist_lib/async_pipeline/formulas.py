@@ -2,7 +2,7 @@
 
 They are what the literature quotes and what the simulator must equal; they know no latency, no optimizer time and no
 imbalance. Sizes: p = ``stages``, m = ``micro_batches`` in a batch, K = ``batches``, v = ``chunks``. The forms for
-GPipe, 1F1B, interleaving and ZB-H1 are those of the papers named in :mod:`~dist_lib.async_pipeline.schedules`; the
+GPipe, 1F1B, interleaving and ZB-H1 are those of the papers named in ``schedules``; the
 ones over a finite run without flush, the extension of ZB-H1 to ``m < p`` and of PipeDream to ``m > 1`` are our
 derivations.
 """

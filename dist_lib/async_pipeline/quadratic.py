@@ -71,14 +71,14 @@ def stability_limit(
     """The ``kappa = lr * h`` from which on the mode no longer converges, by eigenvalues and bisection.
 
     Args:
-        beta, nesterov, delay, error_feedback: see :class:`Mode`.
+        beta, nesterov, delay, error_feedback: see ``Mode``.
         tolerance: relative width at which the bisection stops.
 
     Returns:
         The end of the stable interval that begins at 0; ``2 (1 + beta) / (1 - beta)`` without delay or look-ahead.
 
     Raises:
-        ValueError: as for :class:`Mode`.
+        ValueError: as for ``Mode``.
     """
     mode = Mode(beta=beta, nesterov=nesterov, delay=delay, error_feedback=error_feedback)
     low, high = 0.0, 1.0 / 64
@@ -106,7 +106,7 @@ def simulate_quadratic(
 
     Args:
         kappa: learning rate times curvature (the curvature is 1, the learning rate ``kappa``).
-        beta, nesterov, delay, error_feedback: see :class:`Mode`. The first update is not corrected.
+        beta, nesterov, delay, error_feedback: see ``Mode``. The first update is not corrected.
         steps: number of updates.
         start: the initial weight.
         noise: standard deviation of the gradient noise.
@@ -116,7 +116,7 @@ def simulate_quadratic(
         float64 array of ``steps + 1`` weights, newest version each; ``inf`` after an overflow.
 
     Raises:
-        ValueError: as for :class:`Mode`, or fewer than one step.
+        ValueError: as for ``Mode``, or fewer than one step.
     """
     mode = Mode(beta=beta, nesterov=nesterov, delay=delay, error_feedback=error_feedback)
     if steps < 1:
@@ -148,7 +148,7 @@ def stationary_second_moment(
         The variance for curvature 1; ``inf`` if the mode is unstable.
 
     Raises:
-        ValueError: as for :class:`Mode`.
+        ValueError: as for ``Mode``.
     """
     mode = Mode(beta=beta, nesterov=nesterov, delay=delay, error_feedback=error_feedback)
     if mode.growth(kappa) >= 1.0:

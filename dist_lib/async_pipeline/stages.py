@@ -116,7 +116,7 @@ def split_decoder(decoder: Decoder, stages: int, *, layers: Sequence[int] | None
     Args:
         decoder: the whole.
         stages: number of stages.
-        layers: layers of each stage; default :func:`split_layers`.
+        layers: layers of each stage; default :func:`~dist_lib.async_pipeline.stages.split_layers`.
 
     Raises:
         ValueError: fewer layers than stages, or counts that do not add up to the decoder's.

@@ -25,7 +25,7 @@ def momentum_of(group: Mapping[str, Any]) -> float | None:
     SOAP, MARS); the first of these names that the group has counts.
 
     Returns:
-        The coefficient; 0.0 for one that is None; None if the group has no such option: then the optimizer has no
+        The coefficient; 0.0 for one that is None; None if the group has no such option, so that the optimizer has no
         momentum (Adagrad, Adafactor), or hides it.
     """
     for name in MOMENTUM_OPTIONS:
@@ -40,7 +40,7 @@ def momentum_of(group: Mapping[str, Any]) -> float | None:
 class OptimizerWrapper(Optimizer):
     """Base of the wrappers; its own step is the inner optimizer's.
 
-    Subclasses override :meth:`_step_inner`, and :meth:`_extra_state` and :meth:`_load_extra_state` with ``STATE_KEY``
+    Subclasses override ``_step_inner``, and ``_extra_state`` and ``_load_extra_state`` with ``STATE_KEY``
     if they remember anything. Wrappers nest.
 
     Args:
@@ -128,7 +128,7 @@ class OptimizerWrapper(Optimizer):
         return {}
 
     def _load_extra_state(self, extra: Mapping[str, Any]) -> None:
-        """Take over what :meth:`_extra_state` returned."""
+        """Take over what ``_extra_state`` returned."""
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's ``state_dict`` with one more entry; loads with ``torch.load(weights_only=True)``.

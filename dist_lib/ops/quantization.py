@@ -36,8 +36,8 @@ class Quantized:
     """A tensor in blocks of codes.
 
     Attributes:
-        codes: uint8; (*leading, bytes of a row), or (bytes,) if ``flat``.
-        scales: float32 or float16; (*leading, blocks of a row), or (blocks,) if ``flat``; ``int4_minmax`` has a last
+        codes: uint8; ``(*leading, bytes of a row)``, or (bytes,) if ``flat``.
+        scales: float32, float16; ``(*leading, blocks of a row)``, or (blocks,) if ``flat``; ``int4_minmax`` has a last
             dimension of 2: step and smallest value. NaN marks a block that held a NaN or an infinity.
         shape: of the tensor that it stands for.
         dtype: of that tensor.

@@ -60,6 +60,12 @@ def test_a_value_is_shown_with_its_unit(value, unit, text):
     assert made(our_value=value, paper_value=None, unit=unit).shown() == text
 
 
+def test_a_value_of_the_paper_is_shown_where_there_is_one():
+    assert made(our_value=2.0, paper_value=0.278, unit="nats", label="same direction").shown(paper=True) == "0.278 nats"
+    with pytest.raises(ClaimError, match="no value of the paper"):
+        made(our_value=2.0, paper_value=None).shown(paper=True)
+
+
 def test_a_ledger_is_read_and_its_faults_are_named(tmp_path):
     path = tmp_path / "claims.toml"
     row = (
