@@ -16,7 +16,7 @@ from dist_lib.dmuon.bytes import MODES, Mode, wire_parts
 from dist_lib.dmuon.cost_model import Hardware, Row, balance_table, reproduction_table, saturation_ranks
 from dist_lib.dmuon.costs import Cost
 from dist_lib.dmuon.layout import natural_key
-from dist_lib.dmuon.plan import MatrixSpec, Method, make_plan
+from dist_lib.dmuon.plan import MatrixSpec, Method, OwnerPlan, make_plan
 from dist_lib.dmuon.workloads import workload
 
 METHOD_NAMES: Mapping[Method, str] = {
@@ -83,6 +83,26 @@ def balance_figure(
     )
 
 
+Box = tuple[int, float, float, str]
+
+
+def _boxes(
+    plan: OwnerPlan, shapes: Sequence[tuple[int, ...]], cost: Cost, scale: float
+) -> dict[tuple[int, ...], list[Box]]:
+    """Rank, begin, width and name of every matrix, by shape; a rank's shapes in the order of ``shapes``."""
+    boxes: dict[tuple[int, ...], list[Box]] = {s: [] for s in shapes}
+    shape_of = {m.name: m.shape for m in plan.matrices}
+    for rank in range(plan.world_size):
+        at = 0.0
+        for batch in sorted(plan.batches_of(rank), key=lambda b: (shapes.index(shape_of[b[0]]), natural_key(b[0]))):
+            shape = shape_of[batch[0]]
+            width = scale * cost.of(shape, len(batch)) / len(batch)
+            for name in batch:
+                boxes[shape].append((rank, at, width, name))
+                at += width
+    return boxes
+
+
 def owners_figure(
     specs: Sequence[MatrixSpec],
     world: int,
@@ -107,21 +127,12 @@ def owners_figure(
         plan = make_plan(specs, world, method=method, cost=model_cost)
         facts.append(f"{METHOD_NAMES[method]} {plan.balance:.2f}")
         bound = max(bound, plan.lower_bound)
-        boxes: dict[tuple[int, ...], list[tuple[str, float, float, str]]] = {s: [] for s in shapes}
-        shape_of = {m.name: m.shape for m in plan.matrices}
-        for rank in range(world):
-            at = 0.0
-            for batch in sorted(plan.batches_of(rank), key=lambda b: (shapes.index(shape_of[b[0]]), natural_key(b[0]))):
-                shape = shape_of[batch[0]]
-                width = scale * model_cost.of(shape, len(batch)) / len(batch)
-                for name in batch:
-                    boxes[shape].append((rows[rank], at, width, name))
-                    at += width
+        boxes = _boxes(plan, shapes, model_cost, scale)
         for index, (shape, found) in enumerate(boxes.items()):
             traces.append(
                 go.Bar(
                     orientation="h",
-                    y=[b[0] for b in found],
+                    y=[rows[b[0]] for b in found],
                     base=[b[1] for b in found],
                     x=[b[2] for b in found],
                     customdata=[b[3] for b in found],

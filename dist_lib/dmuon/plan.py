@@ -284,12 +284,17 @@ def make_plan(
 
             patterns, bound = solve(problem, start=greedy(problem), gap=gap, time_limit_s=time_limit_s)
         patterns = improve(problem, patterns, budget=problem.makespan(patterns) * (1 + memory_slack))
-        # Equal patterns apart from each other: the i-th goes to the i-th slot of the layout.
-        quotas = list(patterns)
-        for w, pattern in enumerate(sorted(patterns, key=lambda p: (-problem.load(p), p))):
-            quotas[rank_of_slot(w, nodes, world_size // nodes)] = pattern
+        quotas = _spread(problem, patterns, nodes)
         chosen, method_name = assign_names([(s.name, kind[s.shape]) for s in specs], quotas, nodes=nodes), method
     return _build(specs, chosen, world_size, method_name, model, bound, [splits for _, splits in curves], kind)
+
+
+def _spread(problem: Problem, patterns: Sequence[Pattern], nodes: int) -> list[Pattern]:
+    """Equal patterns apart from each other: in the order of their loads, the i-th goes to the i-th slot."""
+    quotas = list(patterns)
+    for w, pattern in enumerate(sorted(patterns, key=lambda p: (-problem.load(p), p))):
+        quotas[rank_of_slot(w, nodes, problem.world // nodes)] = pattern
+    return quotas
 
 
 def _given(specs: Sequence[MatrixSpec], owners: Mapping[str, int], world_size: int) -> dict[str, int]:

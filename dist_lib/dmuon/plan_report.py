@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from dist_lib.comm import NetworkModel
-from dist_lib.dmuon.bytes import MODES, Mode, Sizes, step_memory, step_payload, wire_share
+from dist_lib.dmuon.bytes import MODES, MemoryBytes, Mode, Sizes, step_memory, step_payload, wire_share
 from dist_lib.dmuon.cost_model import Hardware, exposed_seconds, saturation_ranks, times_of_plan
 from dist_lib.dmuon.costs import Cost
 from dist_lib.dmuon.layout import layer_of
@@ -81,18 +81,7 @@ def plan_report(plan: OwnerPlan, setting: Setting | None = None, *, cost: Cost |
             "ranks_without_matrices": sum(1 for r in range(plan.world_size) if not plan.owned_by(r)),
             "saturates_at_ranks": saturation_ranks(plan.matrices, seconds) if plan.matrices else 0.0,
         },
-        "ranks": [
-            {
-                "rank": r,
-                "node": r // gpus,
-                "gpu": r % gpus,
-                "matrices": len(plan.owned_by(r)),
-                "batches": len(plan.batches_of(r)),
-                "load": plan.rank_loads[r],
-                "state_bytes": memory[r].state,
-            }
-            for r in range(plan.world_size)
-        ],
+        "ranks": _ranks(plan, memory, gpus),
         "mode": s.mode,
         "payload_bytes": {op: max(p.get(op, 0) for p in payload) for op in sorted({o for p in payload for o in p})},
         "sent_elements_share": float(share),
@@ -108,6 +97,21 @@ def plan_report(plan: OwnerPlan, setting: Setting | None = None, *, cost: Cost |
             ),
         },
     }
+
+
+def _ranks(plan: OwnerPlan, memory: Sequence[MemoryBytes], gpus: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "rank": r,
+            "node": r // gpus,
+            "gpu": r % gpus,
+            "matrices": len(plan.owned_by(r)),
+            "batches": len(plan.batches_of(r)),
+            "load": plan.rank_loads[r],
+            "state_bytes": memory[r].state,
+        }
+        for r in range(plan.world_size)
+    ]
 
 
 _MEMORY = ("master", "momentum", "weights", "gradients", "total")
