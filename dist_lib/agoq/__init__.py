@@ -1,0 +1,1 @@
+"""AGoQ: activations stored in about 4 bits, gradients stored and summed through 8 bits."""
