@@ -57,18 +57,22 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """(B, S, D) -> (B, S, D)."""
+        out: Tensor = self.o_proj(self.mix(self.q_proj(x), self.k_proj(x), self.v_proj(x), cos, sin))
+        return out
+
+    def mix(self, query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """What is between the projections: (B, S, D) and twice (B, S, K E) -> (B, S, D)."""
         c = self.config
-        b, s, _ = x.shape
-        q = self.q_proj(x).view(b, s, c.n_heads, c.head_dim).transpose(1, 2)  # (B, H, S, E)
-        k = self.k_proj(x).view(b, s, c.n_kv_heads, c.head_dim).transpose(1, 2)  # (B, K, S, E)
-        v = self.v_proj(x).view(b, s, c.n_kv_heads, c.head_dim).transpose(1, 2)
+        b, s, _ = query.shape
+        q = query.view(b, s, c.n_heads, c.head_dim).transpose(1, 2)  # (B, H, S, E)
+        k = key.view(b, s, c.n_kv_heads, c.head_dim).transpose(1, 2)  # (B, K, S, E)
+        v = value.view(b, s, c.n_kv_heads, c.head_dim).transpose(1, 2)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         groups = c.n_heads // c.n_kv_heads
         if groups > 1:
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, S, E)
-        mixed: Tensor = self.o_proj(out.transpose(1, 2).reshape(b, s, c.d_model))
-        return mixed
+        return out.transpose(1, 2).reshape(b, s, c.d_model)
 
 
 class MLP(nn.Module):
