@@ -69,7 +69,7 @@ class Pipeline:
         mesh: default: all ranks are stages of one pipeline.
         make_scheduler: called with the optimizer; stepped once an update.
         reducer: averages gradients over the replicas of a stage; default exact.
-        ties: weights that two stages hold; default: what the stage says (:func:`~.stages.ties_of`).
+        ties: weights that two stages hold; default: what the stage says (``ties_of``).
         record_events: keep what :attr:`events` gives; on a GPU this waits for the device after every action.
 
     Raises:
@@ -82,7 +82,6 @@ class Pipeline:
         config, mesh, module, optimizer, scheduler: as given or made; ``optimizer`` is None if nothing is trained.
         versions: the weights of this stage.
         events: what this stage did, in seconds since all ranks were ready; of the last run, empty unless recorded.
-        waited_s: seconds in which this rank was blocked in the last run, by reason.
     """
 
     def __init__(
@@ -146,7 +145,7 @@ class Pipeline:
 
     @property
     def waited_s(self) -> dict[str, float]:
-        """Seconds blocked in the last run, by reason: activations, gradients, norm, sends, tied gradients."""
+        """Seconds this rank was blocked in the last run, by reason (activations, gradients, norm, sends, ties)."""
         return dict(self._waits.seconds)
 
     @property
@@ -196,7 +195,7 @@ class Pipeline:
         return losses
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the next batch of this stage depends on; see :func:`~.checkpoint.stage_state`.
+        """All that the next batch of this stage depends on; see ``checkpoint.stage_state``.
 
         Raises:
             PipelineError: the last run stopped in the middle.
