@@ -69,7 +69,7 @@ class PipelineMesh:
         if replicas > 1:
             peers = [group([s * replicas + k for k in range(replicas)]) for s in range(stages)]
             self._groups["peers"] = peers[self.stage]
-        # A group that something still refers to when Python ends aborts the process: this forgets them before.
+        # A group that is still referred to when Python ends may abort the process: this forgets them before.
         weakref.finalize(self, self._groups.clear)
 
     def group(self, name: str) -> dist.ProcessGroup:

@@ -2,7 +2,8 @@
 
 A stage that sleeps needs no core, so that four of them can be timed on two cores. Flushed 1F1B takes (m + p - 1)
 (tF + tB) a batch and is idle for (p - 1) / (m + p - 1) of it; the schedule that never drains takes m (tF + tB), and is
-idle for (p - 1) / (K m + p - 1) of a run of K batches. The record says how far a real run is from that.
+idle for (p - 1) / (K m + p - 1) of a run of K batches; the norm of a batch's gradient is known m - p + 1 forwards and
+backwards before it is needed. The record says how far a real run is from that.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def formula(work: Work, delay: int) -> dict[str, float]:
     m, ahead, pair = work.micro_batches, work.stages - 1, work.forward_s + work.backward_s
     if delay == 0:
         return {"period_s": (m + ahead) * pair, "idle": ahead / (m + ahead)}
-    return {"period_s": m * pair, "idle": ahead / (work.batches * m + ahead)}
+    return {"period_s": m * pair, "idle": ahead / (work.batches * m + ahead), "slack_periods": m - ahead}
 
 
 def sleeping(repeats: int) -> list[dict[str, Any]]:
@@ -80,6 +81,11 @@ def main(
             f"p={row['stages']} m={row['micro_batches']} delay={row['delay']}: "
             f"{found['period_s'] * 1e3:.0f} ms a batch (formula {ideal['period_s'] * 1e3:.0f}), "
             f"idle {found['idle']:.3f} (formula {ideal['idle']:.3f})"
+            + (
+                f", slack {found['slack_periods']:.2f} periods (formula {ideal['slack_periods']})"
+                if row["delay"]
+                else ""
+            )
         )
     record["multiplying"] = multiplying(repeats)
     for row in record["multiplying"]:

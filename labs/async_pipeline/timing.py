@@ -160,6 +160,8 @@ class Timing:
         busy_per_batch_s: seconds of computing a batch of the busiest stage: the bound of every schedule.
         imbalance: largest over smallest computing time of a stage, minus 1.
         forward_s: median of one forward, all stages.
+        slack_periods: from the moment in which the gradient norm of a batch can be known (the last backward on the
+            first stage) to the first update that uses it, in forwards plus backwards; median over batches.
         waited_s: by reason, all stages together.
     """
 
@@ -169,7 +171,21 @@ class Timing:
     busy_per_batch_s: float
     imbalance: float
     forward_s: float
+    slack_periods: float
     waited_s: dict[str, float]
+
+
+def _slack(work: Work, stages: list[list[Event]], pair_s: float) -> float:
+    known = {
+        e.action.batch: e.end_s
+        for e in stages[0]
+        if e.action.kind == "backward" and e.action.micro_batch == work.micro_batches - 1
+    }
+    used = {
+        g: min(e.start_s for s in stages for e in s if e.action.kind == "update" and e.action.batch == g) for g in known
+    }
+    middle = [g for g in known if g < work.batches - 2]  # the last two are made while the pipeline drains
+    return statistics.median((used[g] - known[g]) / pair_s for g in middle)
 
 
 def take_apart(work: Work, found: list[tuple[list[Event], dict[str, float]]]) -> Timing:
@@ -183,13 +199,18 @@ def take_apart(work: Work, found: list[tuple[list[Event], dict[str, float]]]) ->
     for _, waits in found:
         for reason, seconds in waits.items():
             waited[reason] = waited.get(reason, 0.0) + seconds
+    forward, backward = (
+        statistics.median(e.end_s - e.start_s for e in events if e.action.kind == kind)
+        for kind in ("forward", "backward")
+    )
     return Timing(
         period_s=(ends[-2] - ends[0]) / (len(ends) - 2),
         makespan_s=makespan,
         idle=1 - sum(busy) / (work.stages * makespan),
         busy_per_batch_s=max(busy) / work.batches,
         imbalance=max(busy) / min(busy) - 1,
-        forward_s=statistics.median(e.end_s - e.start_s for e in events if e.action.kind == "forward"),
+        forward_s=forward,
+        slack_periods=_slack(work, [stage for stage, _ in found], forward + backward),
         waited_s=waited,
     )
 
