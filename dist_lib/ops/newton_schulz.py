@@ -43,9 +43,15 @@ def _padded(x: Tensor) -> Tensor:
     return torch.nn.functional.pad(x, (0, -n % line, 0, -m % line)).contiguous()
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_autocast(device: str) -> bool:
+    """Whether torch knows autocast for a kind of device: a constant that Dynamo of torch 2.11 cannot look up itself."""
+    return torch.amp.is_autocast_available(device)
+
+
 def _no_autocast(device: str) -> AbstractContextManager[object]:
     """Autocast would turn the float32 products of the definition into bfloat16 ones."""
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if _has_autocast(device) and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return nullcontext()
 
