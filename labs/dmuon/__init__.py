@@ -1,0 +1,1 @@
+"""Lab: Muon whose matrices each have one owner."""
