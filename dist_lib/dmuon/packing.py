@@ -118,22 +118,27 @@ def take(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Chunks:
-    """Tensors of one data type cut into one chunk a rank: chunk r of n elements is ``[r c, (r+1) c)``, c = ceil(n / R).
+    """Tensors of one data type cut into one chunk a rank: chunk r of n elements is ``[r c, (r+1) c)``.
+
+    With units of u elements that stay together, ``c = ceil(n / u / R) u``.
 
     Attributes:
         names: of the tensors.
         numels: elements of each.
         world_size: R.
+        units: u of each, such as the length of a row; empty: 1 for all.
     """
 
     names: tuple[str, ...]
     numels: tuple[int, ...]
     world_size: int
+    units: tuple[int, ...] = ()
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """c of each tensor, padding included."""
-        return tuple(-(-n // self.world_size) for n in self.numels)
+        units = self.units or (1,) * len(self.numels)
+        return tuple(-(-n // u // self.world_size) * u for n, u in zip(self.numels, units, strict=True))
 
     @property
     def width(self) -> int:

@@ -32,6 +32,7 @@ class ShardedRest:
         rank: of this process in ``group``.
         world_size: of ``group``.
         group: ranks that share the work.
+        by_rows: cut between rows, as FSDP2 does, and not anywhere.
 
     Attributes:
         shards: this rank's chunk of each parameter, 1-D, what the optimizer updates.
@@ -47,6 +48,7 @@ class ShardedRest:
         rank: int,
         world_size: int,
         group: dist.ProcessGroup | None,
+        by_rows: bool = False,
     ) -> None:
         self.parameters, self._reducer, self._log = dict(parameters), reducer, log
         self.rank, self.world_size, self._group = rank, world_size, group
@@ -55,7 +57,12 @@ class ShardedRest:
         for name, p in self.parameters.items():
             kinds.setdefault((str(p.dtype), str(self._reduce_dtype[name])), []).append(name)
         self.chunks = tuple(
-            Chunks(tuple(names), tuple(self.parameters[n].numel() for n in names), world_size)
+            Chunks(
+                tuple(names),
+                tuple(self.parameters[n].numel() for n in names),
+                world_size,
+                tuple(max(1, self.parameters[n][0].numel()) for n in names) if by_rows else (),
+            )
             for _, names in sorted(kinds.items())
         )
         self.shards: dict[str, Parameter] = {}
