@@ -254,7 +254,8 @@ def launch(
             "need at least 1 process, more than 0 seconds and at least 1 thread"
         )
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed"])
+    # The first optimizer of a process imports torch._dynamo: a second for each rank, unless the server has it already.
+    context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
     with tempfile.TemporaryDirectory(prefix="dist_lib_launch_", ignore_cleanup_errors=True) as name:
         directory = Path(name)
         module, qualname, path = ship(fn, directory)

@@ -1,5 +1,6 @@
 """The pipeline's runtime against its single-process twin, bit for bit; and what must break that equality."""
 
+import functools
 import itertools
 
 import pytest
@@ -32,10 +33,10 @@ def cases(p):
     return found
 
 
-@pytest.fixture(scope="module")
-def runs():
-    """For each number of stages, what every rank returned for every case."""
-    return {p: launch(ranks.run_cases, world_size=p, args=(cases(p),), timeout_s=110) for p in SIZES}
+@functools.cache
+def run(p):
+    """What every rank returned for every case."""
+    return launch(ranks.run_cases, world_size=p, args=(cases(p),), timeout_s=110)
 
 
 def twin(p, options, optimizer, tied, kind=DelayedTrainer, factor=1):
@@ -56,11 +57,11 @@ def twin(p, options, optimizer, tied, kind=DelayedTrainer, factor=1):
 
 
 @pytest.mark.parametrize("p", SIZES)
-def test_bits_of_the_twin(runs, p):
+def test_bits_of_the_twin(p):
     for name, case in cases(p).items():
         expected = twin(p, *case)
         for stage in range(p):
-            assert ranks.same(runs[p][stage][name], expected[stage]), f"{name}, stage {stage}"
+            assert ranks.same(run(p)[stage][name], expected[stage]), f"{name}, stage {stage}"
 
 
 def test_all_combinations_are_tried():
@@ -72,22 +73,22 @@ def test_all_combinations_are_tried():
     assert len(tried) == 16
 
 
-def test_a_delay_changes_the_weights(runs):
-    delayed = runs[2][0]["any depth"][1]
+def test_a_delay_changes_the_weights():
+    delayed = run(2)[0]["any depth"][1]
     synchronous = twin(2, {"micro_batches": 4, "delay": 0}, "muon", False)[0][1]
     assert max((delayed[n] - synchronous[n]).abs().max().item() for n in delayed) > 1e-3
 
 
-def test_depth_changes_nothing(runs):
-    whole = {p: {n: w for rank in runs[p] for n, w in rank["any depth"][1].items()} for p in (1, 2, 4)}
+def test_depth_changes_nothing():
+    whole = {p: {n: w for rank in run(p) for n, w in rank["any depth"][1].items()} for p in (1, 2, 4)}
     for p in (2, 4):
         assert whole[p].keys() == whole[1].keys()
         assert all(torch.equal(whole[p][name], whole[1][name]) for name in whole[1])
-        assert runs[p][0]["any depth"][0] == runs[1][0]["any depth"][0]
+        assert run(p)[0]["any depth"][0] == run(1)[0]["any depth"][0]
 
 
 @pytest.mark.parametrize("p", SIZES)
-def test_what_was_done_is_the_schedule(runs, p):
+def test_what_was_done_is_the_schedule(p):
     """Order, versions and the moment of each update, as the schedule says; at most p - s in flight."""
     for name, (options, _, _) in cases(p).items():
         kind = "1f1b" if options.get("delay") == 0 else "2bw"
@@ -95,7 +96,7 @@ def test_what_was_done_is_the_schedule(runs, p):
         m = options["micro_batches"]
         schedule = make_schedule(kind, stages=p, micro_batches=m, batches=ranks.UPDATES, **edge)
         for stage in range(p):
-            events = runs[p][stage][name][3]
+            events = run(p)[stage][name][3]
             assert tuple(e.action for e in events) == schedule.actions[stage], f"{name}, stage {stage}"
             assert all(e.stage == stage and 0 <= e.start_s <= e.end_s for e in events)
             assert all(a.end_s <= b.start_s for a, b in itertools.pairwise(events))
