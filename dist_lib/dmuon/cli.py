@@ -19,6 +19,7 @@ from dist_lib.dmuon.cost_model import Hardware, a800_cost
 from dist_lib.dmuon.costs import Cost, FlopCost, MeasuredCost
 from dist_lib.dmuon.plan import MatrixSpec, Method, make_plan, matrix_specs
 from dist_lib.dmuon.plan_report import Setting, plan_report, plan_text
+from dist_lib.dmuon.verify import add_verify
 from dist_lib.dmuon.workloads import WORKLOADS, workload
 from dist_lib.models import CONFIGS, parameter_counts, training_flops
 
@@ -132,7 +133,7 @@ def add_plan(commands: Any) -> None:
     p.set_defaults(run=run_plan)
 
 
-COMMANDS: tuple[Callable[[Any], None], ...] = (add_plan,)
+COMMANDS: tuple[Callable[[Any], None], ...] = (add_plan, add_verify)
 
 
 def build_parser() -> argparse.ArgumentParser:
