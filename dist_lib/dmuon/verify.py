@@ -49,7 +49,7 @@ class VerifyCheck:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What :func:`verify` found, one entry a check."""
+    """What :func:`verify_model` found, one entry a check."""
 
     checks: tuple[VerifyCheck, ...]
 
@@ -184,7 +184,7 @@ def _bytes(case: _Case, plan: OwnerPlan, rank: int) -> VerifyCheck:
     return VerifyCheck("bytes of the formulas", found == expected or len(shown) > 1, said)
 
 
-def verify(
+def verify_model(
     build: Build,
     loss: Loss,
     *,
@@ -248,7 +248,7 @@ def run_verify(args: argparse.Namespace) -> str:
     """
     build, loss = _found(args.factory) if args.factory else _decoder(args.model)
     try:
-        report = verify(
+        report = verify_model(
             build,
             loss,
             world_size=args.world_size,

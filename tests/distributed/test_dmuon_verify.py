@@ -3,12 +3,12 @@
 import pytest
 
 from dist_lib.dmuon.cli import main
-from dist_lib.dmuon.verify import verify
+from dist_lib.dmuon.verify import verify_model
 from tests.distributed.ranks_of_dmuon_verify import build, loss
 
 
 def test_passes_on_three_ranks():
-    report = verify(build, loss, world_size=3, steps=2)
+    report = verify_model(build, loss, world_size=3, steps=2)
     assert report.ok, report.text()
     assert len(report.checks) == 6
     assert "bit for bit" in report.text()
@@ -34,4 +34,4 @@ def test_says_what_is_wrong(factory, message, capsys):
 
 def test_arguments():
     with pytest.raises(ValueError, match="at least 2 steps"):
-        verify(build, loss, steps=1)
+        verify_model(build, loss, steps=1)
