@@ -69,6 +69,9 @@ def refused():
     }
     pipeline = make()
     found["then"] = len(pipeline.run(data)), pipeline.run([])
+    mesh.close()
+    mesh.close()
+    found["closed"] = attempt(lambda: pipeline.run(data))
     return found
 
 

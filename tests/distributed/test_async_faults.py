@@ -24,6 +24,7 @@ SEEN = {  # by mistake: what rank 1 sees, what the others see
     "length differs": ("AgreementError: ranks [1] of 3",) * 2,
     "no pairs": ("BatchError: batch 0 is not a pair of tensors",) * 2,
     "loss": ("PipelineError: stage 2 (rank 2): ValueError: loss_fn must return a scalar",) * 2,
+    "closed": ("PipelineError: the mesh has no group 'world': it is closed",) * 2,
     "tokens": ("PipelineError: stage 0 (rank 0): IndexError: index out of range",) * 2,
 }
 
