@@ -1,9 +1,179 @@
 """The lab of owner-sharded Muon: equal to its twin, counted, resumable, drawn, its exercises graded."""
 
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+from dist_lib.comm import distributed, launch
+from dist_lib.dmuon.events import Event
 from labs import grading
+from labs.dmuon.plots import figures, one_step, recorded_events, timeline_figure
+from labs.dmuon.run import LAB, Config
+from labs.framework import SCALES, RunContext, load_scale
 from labs.grading import exercise_names, grade_file
+from labs.running import Request, execute
+
+SMALL = Config(
+    model="tiny-0.3m",
+    steps=3,
+    batch_size=4,
+    seq_len=16,
+    lr=0.01,
+    adamw_lr=0.01,
+    compared=("replicated", "gather", "all-to-all", "adamw"),
+    save_every=2,
+)
+MUONS = ("dmuon", "replicated", "gather", "all_to_all")
+
+
+def trained(config, directory, resumed=False):
+    """Run the lab; return metrics and the logged rows."""
+    with distributed(device="cpu") as ctx:
+        context = RunContext(ctx, 0, Path(directory), resumed)
+        return LAB.run(config, context), context.history
+
+
+def losses(rows):
+    """Rows of training steps, without the recorded times."""
+    return [row for row in rows if "event_rank" not in row]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return launch(trained, world_size=2, args=(SMALL, str(tmp_path_factory.mktemp("pair"))))
+
+
+def test_every_way_equals_the_single_process_and_its_byte_formula(pair):
+    found, other = pair[0][0], pair[1][0]
+    for name in MUONS:
+        assert found[f"{name}_tensors_equal_to_twin"] == "29 of 29", name
+        assert found[f"{name}_ranks_with_bytes_of_the_formula"] == "2 of 2", name
+        assert found[f"{name}_validation_loss"] == found["dmuon_validation_loss"]
+    assert found["adamw_ranks_with_bytes_of_the_formula"] == "2 of 2"
+    assert found["adamw_validation_loss"] != found["dmuon_validation_loss"]
+    assert found["ranks_with_momentum_bytes_as_planned"] == "2 of 2"
+    assert other == {k: v for k, v in found.items() if not k.endswith("twin")}  # the twin is trained on rank 0 alone
+
+
+def test_orthogonalisations_are_counted(pair):
+    times = {name: pair[0][0][f"{name}_times_orthogonalised_a_step"] for name in MUONS}
+    assert times == {"dmuon": "1", "replicated": "2", "gather": "2", "all_to_all": "1"}
+
+
+def test_the_recorded_step_names_every_owner(pair):
+    events = recorded_events(pair[0][1])
+    assert pair[1][1] == []  # only rank 0 keeps rows
+    step = one_step(events)
+    assert {e.rank for e in step} == {0, 1} and min(e.start for e in step) == 0
+    assert {e.rank for e in step if e.kind == "orthogonalise"} == {0, 1}
+    assert {e.layer for e in step if e.kind == "publish"} == {"layers.0", "layers.1", "layers.2", "rest"}
+    reduced = sum(e.bytes for e in step if e.kind == "reduce" and e.layer != "rest" and e.rank == 0)
+    assert reduced == 4 * 294_912  # each matrix's gradient once, float32
+    fig = timeline_figure(step)
+    assert [c["values"] for c in fig.layout.meta["controls"]] == [["all", "layers.0", "layers.1", "layers.2"]]
+    with pytest.raises(ValueError, match="no events"):
+        timeline_figure([])
+
+
+def test_a_step_is_cut_out_of_the_record():
+    spans = [("forward", 0.0, 1.0), ("publish", 2.0, 4.5), ("forward", 4.0, 5.0), ("backward", 5.0, 6.0)]
+    events = [Event(0, kind, "layers.0", 8, a, b) for kind, a, b in spans]
+    assert [(e.kind, e.start) for e in one_step(events)] == [("publish", 0.0), ("forward", 2.0), ("backward", 3.0)]
+
+
+def test_weights_on_their_owners_alone_learn_the_same(tmp_path, pair):
+    config = dataclasses.replace(SMALL, mode="fsdp-free", ordered=False, compared=())
+    found = launch(trained, world_size=2, args=(config, str(tmp_path)))[0][0]
+    assert found["dmuon_tensors_equal_to_twin"] == "29 of 29"
+    assert found["dmuon_ranks_with_bytes_of_the_formula"] == "2 of 2"
+    assert found["dmuon_validation_loss"] == pair[0][0]["dmuon_validation_loss"]
+
+
+def test_a_resumed_run_has_the_same_bits(tmp_path):
+    config = dataclasses.replace(SMALL, compared=("adamw",))
+    whole, rows = trained(config, tmp_path)
+    state = tmp_path / "state.pt"
+    assert (tmp_path / "owners" / "step-0000000002").exists()
+
+    class Stopped(Exception):
+        pass
+
+    def stop(row):
+        if row["step"] == 3:
+            raise Stopped
+
+    other = tmp_path / "other"
+    with distributed(device="cpu") as ctx, pytest.raises(Stopped):
+        LAB.run(config, RunContext(ctx, 0, other, False, stop))
+    found, again = trained(config, other, resumed=True)
+    assert losses(again) == losses(rows) and len(losses(rows)) == 6
+    assert found == whole and state.exists()
+
+
+def test_a_run_ends_with_a_record_and_figures(tmp_path):
+    config, settings = load_scale(LAB, "ranks", ["steps=2", "batch_size=4", "seq_len=16", "twin=false", "compared=[]"])
+    request = Request(
+        lab="dmuon",
+        module="labs.dmuon.run",
+        scale="ranks",
+        config=config,
+        seed=0,
+        directory=str(tmp_path),
+        resumed=False,
+    )
+    steps = []
+    record = execute(request, settings, on_step=steps.append)
+    assert record.status == "finished"
+    assert [s["step"] for s in steps] == [1, 2] and steps[0]["total"] == 2
+    curves, bars, drawn = figures(record)
+    assert [len(t.y) for t in curves.data] == [2] and len(bars.data) == 1 and drawn.data
+    assert "dmuon_tensors_equal_to_twin" not in record.metrics
+
+
+def test_torchrun_runs_the_same_lab(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "labs.dmuon.run", "--scale", "ranks", "--out", str(tmp_path)]
+    command += ["--set", "steps=2", "--set", "batch_size=4", "--set", "twin=false", "--set", "compared=[]"]
+    done = subprocess.run(command, cwd=grading.ROOT.parent, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "dmuon" / "ranks-world2" / "record.json").exists()
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_every_scale_is_a_valid_configuration(scale):
+    config, settings = load_scale(LAB, scale)
+    assert config.batch_size % settings.world_size == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"steps": 0},
+        {"lr": 0.0},
+        {"save_every": -1},
+        {"mode": "tp"},
+        {"publish": "later"},
+        {"owners": "best"},
+        {"compared": ("sgd",)},
+        {"compared": ("gather", "gather")},
+        {"ordered": True, "mode": "fsdp-keep"},
+    ],
+    ids=str,
+)
+def test_wrong_settings_are_refused(change):
+    with pytest.raises(ValueError, match=next(iter(change))):
+        dataclasses.replace(SMALL, **change)
+
+
+def test_a_batch_that_the_ranks_do_not_divide_is_refused(tmp_path):
+    from dist_lib.comm import RankError
+
+    with pytest.raises(RankError, match="batch_size = 3 must be a multiple of the 2 ranks"):
+        launch(trained, world_size=2, args=(dataclasses.replace(SMALL, batch_size=3), str(tmp_path)))
+
 
 FILES = sorted((grading.ROOT / "dmuon" / "exercises").rglob("*.py"))
 
