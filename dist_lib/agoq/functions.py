@@ -4,6 +4,8 @@ The forward pass computes with the numbers as they are, so its result is that of
 is encoded and the numbers are let go: of a norm and the products that follow only the norm's *input* is kept; of SwiGLU
 only gate and up. What lies between is rebuilt. So gradients with respect to a product's input stay exact given the
 gradient that arrives; error enters through the weights' gradients and through the slopes of norm and SwiGLU.
+(On a CPU the forward pass is the plain layers' bit for bit. On a GPU the norm comes from a kernel that adds a row's
+squares in another order than torch, which may move its last bit.)
 
 Everything kept goes through ``save_for_backward``: hooks on saved tensors, activation checkpointing and memory counters
 see it. Source: AGoQ (arXiv 2605.00539), layer-aware activation quantisation; that the factor 1/RMS is kept exactly
