@@ -13,10 +13,11 @@ import torch
 from torch import nn
 
 from dist_lib.agoq.functions import Format
-from dist_lib.agoq.modules import QuantizedDecoderLayer, plain_weights
+from dist_lib.agoq.modules import LayerForms, QuantizedDecoderLayer, plain_weights
 from dist_lib.models import DecoderLayer
 
 LAYOUTS = ("shared", "paper")
+PARTS = ("norm", "gate_up", "out")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class ActivationPlan:
         layout: ``"shared"``: the out-projection uses attention's own output, and the values are kept by themselves
             (fewer bytes, exact gradient of that weight); ``"paper"``: its input is encoded besides, and queries, keys
             and values live in one buffer that the values keep alive, as AGoQ's Table 1 counts.
+        parts: which of :data:`PARTS` are encoded; the others are kept as they are (nothing is kept that can be rebuilt
+            all the same). For measuring what each costs.
         exact_factor: keep the norms' 1/RMS exactly (4 bytes a token); False: recompute it from codes, as the paper.
     """
 
@@ -38,16 +41,24 @@ class ActivationPlan:
     scale_dtype: torch.dtype = torch.float32
     layout: str = "shared"
     exact_factor: bool = True
+    parts: Sequence[str] = PARTS
 
     def __post_init__(self) -> None:
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout is {self.layout!r}; choose one of {LAYOUTS}")
+        if unknown := sorted(set(self.parts) - set(PARTS)):
+            raise ValueError(f"parts name {unknown}; choose from {PARTS}")
         for codec in {self.codec} if self.codec is None or isinstance(self.codec, str) else set(self.codec):
-            self.form(codec)
+            self.forms(codec)
 
-    def form(self, codec: str | None) -> Format:
-        """The format of a layer with that codec."""
-        return Format(codec, self.block_size, self.scale_dtype, self.exact_factor)
+    def forms(self, codec: str | None) -> LayerForms:
+        """How a layer with that codec keeps its activations."""
+        norm, gate_up, out = (
+            Format(codec if part in self.parts else None, self.block_size, self.scale_dtype, self.exact_factor)
+            for part in PARTS
+        )
+        paper = self.layout == "paper"
+        return LayerForms(norm, gate_up, out if paper else None, one_buffer=paper)
 
     def per_layer(self, layers: int) -> list[str | None]:
         """The codec of each layer.
@@ -107,14 +118,13 @@ def quantize_activations(model: nn.Module, plan: ActivationPlan) -> nn.Module:
             _plain(layer, plain)
             continue
         layer.__class__ = quantised
-        layer.form, layer.paper_layout = plan.form(codec), plan.layout == "paper"  # type: ignore[assignment]
+        layer.forms = plan.forms(codec)  # type: ignore[assignment]
     return model
 
 
 def _plain(layer: nn.Module, plain: type[nn.Module]) -> None:
     layer.__class__ = plain
-    for name in ("form", "paper_layout"):
-        layer.__dict__.pop(name, None)
+    layer.__dict__.pop("forms", None)
 
 
 def restore_activations(model: nn.Module) -> nn.Module:

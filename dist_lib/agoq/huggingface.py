@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dist_lib.agoq.functions import Format
-from dist_lib.agoq.modules import norm_products, out_projection, quantised_mlp
+from dist_lib.agoq.modules import LayerForms, norm_products, out_projection, quantised_mlp
 
 MODULE = "transformers.models.llama.modeling_llama"
 
@@ -47,16 +46,15 @@ def _classes() -> tuple[type[nn.Module], type[nn.Module]]:
     class QuantizedLlamaLayer(llama.LlamaDecoderLayer):  # type: ignore[misc, name-defined]
         """As :class:`~dist_lib.agoq.modules.QuantizedDecoderLayer`, with the arguments of transformers."""
 
-        form: Format
-        paper_layout: bool
+        forms: LayerForms
 
         def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
             """(B, S, D) -> (B, S, D)."""
-            attention, form, x = self.self_attn, self.form, hidden_states
+            attention, forms, x = self.self_attn, self.forms, hidden_states
             projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-            q, k, v = norm_products(self.input_layernorm, projections, x, form, one_buffer=self.paper_layout)
+            q, k, v = norm_products(self.input_layernorm, projections, x, forms.norm, one_buffer=forms.one_buffer)
             mixed = attend(attention, q, k, v, {**kwargs, "attention_mask": attention_mask})
-            x = x + out_projection(attention.o_proj, mixed, form if self.paper_layout else None)
-            return x + quantised_mlp(self.post_attention_layernorm, self.mlp, x, form)
+            x = x + out_projection(attention.o_proj, mixed, forms.out)
+            return x + quantised_mlp(self.post_attention_layernorm, self.mlp, x, forms)
 
     return llama.LlamaDecoderLayer, QuantizedLlamaLayer

@@ -7,6 +7,7 @@ Parameter names and shapes are those of the plain modules, so state dicts pass b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -98,10 +99,27 @@ def gated_product(gate: Tensor, up: Tensor, weight: Tensor, form: Format) -> Ten
     return F.linear(F.silu(gate) * up, weight)
 
 
-def quantised_mlp(norm: nn.Module, mlp: nn.Module, x: Tensor, form: Format) -> Tensor:
+@dataclass(frozen=True)
+class LayerForms:
+    """How a decoder layer keeps its activations.
+
+    Attributes:
+        norm: the inputs of both norms.
+        gate_up: gate and up.
+        out: the input of attention's out-projection, besides attention's own output; None: use that one.
+        one_buffer: whether queries, keys and values live in one tensor.
+    """
+
+    norm: Format
+    gate_up: Format
+    out: Format | None
+    one_buffer: bool
+
+
+def quantised_mlp(norm: nn.Module, mlp: nn.Module, x: Tensor, forms: LayerForms) -> Tensor:
     """Norm, gate and up, SwiGLU and down of a Llama-like MLP: x and gate and up are kept encoded."""
-    gate, up = norm_products(norm, (mlp.gate_proj, mlp.up_proj), x, form)  # type: ignore[arg-type]
-    return gated_product(gate, up, plain_weights(mlp.down_proj)[0], form)  # type: ignore[arg-type]
+    gate, up = norm_products(norm, (mlp.gate_proj, mlp.up_proj), x, forms.norm)  # type: ignore[arg-type]
+    return gated_product(gate, up, plain_weights(mlp.down_proj)[0], forms.gate_up)  # type: ignore[arg-type]
 
 
 def out_projection(layer: nn.Module, x: Tensor, form: Format | None) -> Tensor:
@@ -118,19 +136,15 @@ class QuantizedDecoderLayer(DecoderLayer):
     Attention's own tensors (rotated queries and keys, values, output, softmax statistics) are left alone.
 
     Attributes:
-        form: how activations are kept.
-        paper_layout: keep queries, keys and values in one buffer and the input of the out-projection a second time,
-            encoded, as the paper counts; otherwise the values stand alone and attention's own output is used.
+        forms: how the activations are kept.
     """
 
-    form: Format
-    paper_layout: bool
+    forms: LayerForms
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """(B, S, D) -> (B, S, D)."""
-        attention, form = self.self_attn, self.form
+        attention, forms = self.self_attn, self.forms
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        q, k, v = norm_products(self.input_layernorm, projections, x, form, one_buffer=self.paper_layout)
-        mixed = attention.mix(q, k, v, cos, sin)
-        x = x + out_projection(attention.o_proj, mixed, form if self.paper_layout else None)
-        return x + quantised_mlp(self.post_attention_layernorm, self.mlp, x, form)
+        q, k, v = norm_products(self.input_layernorm, projections, x, forms.norm, one_buffer=forms.one_buffer)
+        x = x + out_projection(attention.o_proj, attention.mix(q, k, v, cos, sin), forms.out)
+        return x + quantised_mlp(self.post_attention_layernorm, self.mlp, x, forms)

@@ -53,7 +53,7 @@ def test_the_forward_pass_does_not_change_a_bit_and_the_way_back_is_complete(dty
     assert torch.equal(loss, loss_q)
     assert 0.001 < (gradient - exact).norm() / exact.norm() < 0.15
     restore_activations(model)
-    assert all(type(layer) is DecoderLayer and "form" not in vars(layer) for layer in model.layers)
+    assert all(type(layer) is DecoderLayer and "forms" not in vars(layer) for layer in model.layers)
     assert torch.equal(_gradient(model)[1], exact)
 
 
@@ -67,10 +67,30 @@ def test_with_eight_bits_the_gradient_is_almost_exact_and_bits_matter():
     assert errors == sorted(errors) and errors[0] < 0.01
 
 
+def test_each_part_costs_and_together_they_cost_more():
+    model = Decoder(SMALL)
+    exact = _gradient(model)[1]
+
+    def error(*parts):
+        quantize_activations(model, ActivationPlan("fp4", 32, layout="paper", parts=parts))
+        return float((_gradient(model)[1] - exact).norm() / exact.norm())
+
+    alone = [error(part) for part in ("norm", "gate_up", "out")]
+    assert error() < 1e-6 and min(alone) > 1e-4
+    together = sum(e * e for e in alone) ** 0.5  # the errors are nearly independent
+    assert error("norm", "gate_up", "out") == pytest.approx(together, rel=0.2)
+    with pytest.raises(ValueError, match="'norm', 'gate_up', 'out'"):
+        ActivationPlan(parts=("attention",))
+
+
 def test_one_codec_for_each_layer():
     model = Decoder(SMALL)
     quantize_activations(model, ActivationPlan(("fp4", None, "int8"), 32))
-    assert [getattr(getattr(layer, "form", None), "codec", None) for layer in model.layers] == ["fp4", None, "int8"]
+    assert [layer.forms.norm.codec if "forms" in vars(layer) else None for layer in model.layers] == [
+        "fp4",
+        None,
+        "int8",
+    ]
     assert type(model.layers[1]) is DecoderLayer
     quantize_activations(model, ActivationPlan((None, "int5", None), 32))
     assert [type(layer) is DecoderLayer for layer in model.layers] == [True, False, True]
