@@ -31,7 +31,7 @@ MODES = (
 SWEEP_SEED, SWEEP_STEPS = 100, 1000
 SWEEP_RATES: Mapping[str, tuple[float, ...]] = {
     "adamw": (2e-3, 4e-3, 8e-3),
-    "muon": (5e-3, 1e-2, 2e-2),
+    "muon": (2.5e-3, 5e-3, 1e-2, 2e-2),
     "nadam": (2e-3, 4e-3, 8e-3),
     "lion": (4e-4, 8e-4, 1.6e-3),
     "adan": (8e-3, 1.6e-2, 3.2e-2),
