@@ -101,7 +101,7 @@ def holdings_figure(plan: OwnerPlan, *, title: str = "Who holds what") -> Any:
         title=title,
         x="matrix",
         y="rank",
-        alt=f"A grid of {plan.world_size} ranks and {len(names)} matrices with a mark for each thing that a rank holds. "
+        alt=f"A grid of {plan.world_size} ranks and {len(names)} matrices, one mark for each thing that a rank holds. "
         + "; ".join(told),
         traces=traces,
         controls=[
