@@ -281,8 +281,8 @@ def make_bit_plan(
     """
     if rule not in RULES:
         raise ValueError(f"rule {rule!r}: allowed are {', '.join(RULES)}")
-    each, beside = _chunk_layers(layers, stages, chunks), _extra(extra, stages)
     counts = in_flight(stages, micro_batches, chunks)
+    each, beside = _chunk_layers(layers, stages, chunks), _extra(extra, stages)
     if rule == "release":
         bits = tuple(RELEASE_QUARTERS[4 * i // layers] for i in range(layers))
         return BitPlan(rule, stages, micro_batches, chunks, bits, tuple(8 if b == 5 else b for b in bits))
