@@ -9,6 +9,8 @@ backwards before it is needed. The record says how far a real run is from that.
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -94,6 +96,8 @@ def main(
             f"(ideal {row['ideal_speed_up']:.2f}); computing for {row['busy_over_period']:.3f} of the period; "
             f"forward {row['delayed']['forward_s'] * 1e3:.1f} ms, imbalance {row['delayed']['imbalance']:.3f}"
         )
+    if sys.platform == "linux":
+        record["real_time_priority"] = os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR)
     record |= {"hardware": results.hardware(), "versions": results.versions()}
     results.write_text(out, json.dumps(record, indent=1, sort_keys=True) + "\n")
     console.print(f"wrote {out}")

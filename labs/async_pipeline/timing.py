@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from dataclasses import asdict, dataclass
@@ -132,8 +133,8 @@ def run_ours(work: Work, delay: int) -> tuple[list[Event], dict[str, float]]:
 
 
 def run_torch(work: Work) -> float:
-    """On one rank: seconds a batch of torch's own 1F1B after a warm-up; every batch of it fills and drains."""
-    mesh = PipelineMesh()
+    """On one rank: median seconds a batch of torch's own 1F1B after a warm-up; every batch of it fills and drains."""
+    mesh, times = PipelineMesh(), list[float]()
     pipeline = FlushedBaseline(
         work.stage(mesh.stage),
         loss_fn=_loss,
@@ -143,10 +144,12 @@ def run_torch(work: Work) -> float:
     )
     data = work.data()
     pipeline.run(data[:1])
-    collectives.barrier()
-    begin = time.perf_counter()
-    pipeline.run(data)
-    return (time.perf_counter() - begin) / work.batches
+    for batch in data:
+        collectives.barrier()
+        begin = time.perf_counter()
+        pipeline.run([batch])
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,8 @@ class Timing:
     """One run.
 
     Attributes:
-        period_s: seconds a batch on the first stage, ends of batches, the first and the last left out.
+        period_s: seconds between the ends of two batches on the first stage: the median, the last batch, which drains,
+            left out.
         makespan_s: from the first start to the last end on any stage.
         idle: share of ``stages * makespan_s`` in which stages computed nothing.
         busy_per_batch_s: seconds of computing a batch of the busiest stage: the bound of every schedule.
@@ -204,7 +208,7 @@ def take_apart(work: Work, found: list[tuple[list[Event], dict[str, float]]]) ->
         for kind in ("forward", "backward")
     )
     return Timing(
-        period_s=(ends[-2] - ends[0]) / (len(ends) - 2),
+        period_s=statistics.median(b - a for a, b in itertools.pairwise(ends[:-1])),
         makespan_s=makespan,
         idle=1 - sum(busy) / (work.stages * makespan),
         busy_per_batch_s=max(busy) / work.batches,
