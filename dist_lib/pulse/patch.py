@@ -71,7 +71,7 @@ def diff(
         if name in ties:
             return Entry(name, spec, "alias", digest.tensors[name], ties[name])
         known = name in old and spec_of(name, old[name]) == spec
-        same = known and bool(np.array_equal(as_words(old[name]), as_words(new[name])))
+        same = known and _equal(as_words(old[name]), as_words(new[name]), spec)
         return Entry(name, spec, "same" if same else "cells" if known else "full", digest.tensors[name])
 
     entries = tuple(in_threads(entry, sorted(new), workers))
@@ -79,6 +79,11 @@ def diff(
     return Patch(
         after, None if base is None else base_version, before, digest.whole, None, entries, (dict(old), dict(new))
     )
+
+
+def _equal(a: Words, b: Words, spec: TensorSpec) -> bool:
+    """Whether all words are equal; piece by piece, and no further than the first that is not."""
+    return all(np.array_equal(a[start : start + n], b[start : start + n]) for start, n in segment_cells(spec))
 
 
 def _encode_entry(entry: Entry, old: State, new: State, codec: str) -> Entry:
