@@ -41,10 +41,10 @@ def test_every_feature(world_size):
 
 
 def test_five_hundred_steps_bit_equal():
-    for unequal, progress, counts in launch(long_run, world_size=2, args=(500, 8)):
+    for unequal, progress, counts in launch(long_run, world_size=2, args=(500,), timeout_s=110):
         assert unequal == 0
-        assert progress > 0.05
-        assert counts == {0, 500}
+        assert progress > 1.5  # the loss has fallen
+        assert counts == {500}
 
 
 def test_disagreement_raises_on_every_rank():
