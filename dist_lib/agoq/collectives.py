@@ -100,15 +100,22 @@ def encode_shards(
 
 
 def sum_and_encode(
-    sent: Shards, hops: Hops, divisor: int, compensation: Compensation | None, generator: Generator
-) -> tuple[Tensor, Shards]:
-    """Of this rank's shard the sum or mean in float32 (length,), and the same encoded (1, length)."""
-    lost = None if compensation is None else compensation.lost
+    sent: Shards, hops: Hops, divisor: int, lost: Tensor | None = None, generator: Generator = None
+) -> Shards:
+    """This rank's shard of the sum or mean, encoded (1, length).
+
+    Args:
+        sent: this rank's shards, one for each rank.
+        hops: the ranks, at least two.
+        divisor: 1, or the number of ranks for the mean.
+        lost: (ranks, length) float32; what is lost on the way is added to it, in the unit of the sum.
+        generator: for stochastic rounding.
+    """
     total = hops.scatter_sum(sent, lost, generator).div_(divisor)
     own = Shards.encode(total[None], sent.form, generator)
     if lost is not None:
         lost[hops.rank] += (total - own.decode()[0]) * divisor
-    return total, own
+    return own
 
 
 def _write(rows: Tensor, tensor: Tensor, length: int, form: GradientFormat) -> Tensor:
@@ -151,7 +158,7 @@ def all_reduce(
     if hops.size == 1 or tensor.numel() == 0:
         return tensor
     sent, compensation = encode_shards(to_matrix(tensor, hops.size), form, residual, generator)
-    _, own = sum_and_encode(sent, hops, divisor, compensation, generator)
+    own = sum_and_encode(sent, hops, divisor, None if compensation is None else compensation.lost, generator)
     if compensation is not None:
         compensation.keep()
     return _write(hops.gather(own), tensor, sent.codes.shape[1], form)
@@ -179,7 +186,7 @@ def reduce(
     if hops.size == 1 or tensor.numel() == 0:
         return tensor
     sent, compensation = encode_shards(to_matrix(tensor, hops.size), form, residual, generator)
-    _, own = sum_and_encode(sent, hops, divisor, compensation, generator)
+    own = sum_and_encode(sent, hops, divisor, None if compensation is None else compensation.lost, generator)
     if compensation is not None:
         compensation.keep()
     rows = hops.collect(own, owner)
