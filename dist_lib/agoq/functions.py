@@ -36,12 +36,15 @@ class Format:
         block_size: numbers that share a scale.
         scale_dtype: float32 or float16.
         exact_factor: keep the norm's 1/RMS in float32; False recomputes it from the decoded input, as the paper does.
+        flat: blocks over the flattened tensor, across tokens and heads, as general compressors cut them. The layers
+            here refuse it; saved tensors of other operations may be stored so.
     """
 
     codec: str | None = "fp4"
     block_size: int = 128
     scale_dtype: torch.dtype = torch.float32
     exact_factor: bool = True
+    flat: bool = False
 
     def __post_init__(self) -> None:
         if self.codec is not None:
@@ -51,14 +54,14 @@ class Format:
         """What to save for ``x``: codes and scales, or ``x``."""
         if self.codec is None:
             return (x,)
-        q = quantize(x, self.codec, self.block_size, self.scale_dtype)
+        q = quantize(x, self.codec, self.block_size, self.scale_dtype, flat=self.flat)
         return q.codes, q.scales
 
     def wrap(self, saved: Sequence[Tensor], shape: torch.Size, dtype: torch.dtype) -> Quantized:
         """The saved codes and scales as one object."""
         if self.codec is None:
             raise ValueError("a format without a codec stores the tensor itself")
-        return Quantized(saved[0], saved[1], shape, dtype, self.codec, self.block_size)
+        return Quantized(saved[0], saved[1], shape, dtype, self.codec, self.block_size, self.flat)
 
     def decode(self, saved: Sequence[Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """The tensor again."""
@@ -180,6 +183,11 @@ class _QuantLinear(torch.autograd.Function):
         return grad_x, _weight_grad(grad, ctx.form.decode(saved, ctx.shape, ctx.dtype), weight), None
 
 
+def _refuse_flat(form: Format) -> None:
+    if form.flat:
+        raise ValueError("a layer's blocks must not span tokens: use a Format with flat=False")
+
+
 def norm_linear(
     x: Tensor, gain: Tensor, eps: float, weights: Sequence[Tensor], form: Format, *, one_buffer: bool = False
 ) -> tuple[Tensor, ...]:
@@ -202,6 +210,7 @@ def norm_linear(
     if not weights or any(w.ndim != 2 or w.shape[1] != x.shape[-1] for w in weights):
         shapes = [tuple(w.shape) for w in weights]
         raise ValueError(f"weights have shapes {shapes}; need at least one, each (out, {x.shape[-1]})")
+    _refuse_flat(form)
     outs: tuple[Tensor, ...] = _NormLinear.apply(x, gain, eps, form, one_buffer, *weights)  # type: ignore[no-untyped-call]
     return outs
 
@@ -220,6 +229,7 @@ def swiglu_linear(gate: Tensor, up: Tensor, weight: Tensor, form: Format) -> Ten
     if gate.shape != up.shape or weight.ndim != 2 or weight.shape[1] != gate.shape[-1]:
         shapes = tuple(gate.shape), tuple(up.shape), tuple(weight.shape)
         raise ValueError(f"gate, up and weight have shapes {shapes}; need (..., width) twice and (out, width)")
+    _refuse_flat(form)
     out: Tensor = _SwiGLULinear.apply(gate, up, weight, form)  # type: ignore[no-untyped-call]
     return out
 
@@ -237,5 +247,6 @@ def quant_linear(x: Tensor, weight: Tensor, form: Format) -> Tensor:
     """
     if weight.ndim != 2 or weight.shape[1] != x.shape[-1]:
         raise ValueError(f"weight has shape {tuple(weight.shape)}; need (out, {x.shape[-1]})")
+    _refuse_flat(form)
     out: Tensor = _QuantLinear.apply(x, weight, form)  # type: ignore[no-untyped-call]
     return out
