@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Literal
 
-from dist_lib.agoq.bit_plan import WHOLE, BitPlan, BudgetError, LayerCost, Number, Rule, in_flight, make_bit_plan
-from dist_lib.agoq.layer_memory import LAYOUTS, Layout, LayerShape, layer_cost, statistics_bytes
+from dist_lib.agoq.bit_plan import LOWEST, BitPlan, LayerCost, Number, Rule, in_flight, make_bit_plan
+from dist_lib.agoq.layer_memory import LAYOUTS, LayerShape, Layout, layer_cost, statistics_bytes
 from dist_lib.models import DecoderConfig, parameter_counts
 
 Width = Literal["fp32", "int8"]
@@ -232,13 +232,14 @@ def plan_bits(training: Training, system: System, *, budget: int | None = None) 
 
 def _activations(t: Training, system: System, plan: BitPlan | None, stage: int, recomputed: int) -> Number:
     cost, held = t.cost(system), in_flight(t.stages, t.micro_batches, t.chunks)[stage]
-    if plan is not None and not recomputed:
-        return plan.held(stage, cost)
-    whole = cost.at(max(plan.stored_bits[i] for i in plan.layers_of(stage, 0)) if plan is not None else 4)
-    share = Fraction(recomputed, t.stage_layers)
-    layers = Fraction(t.stage_layers, t.chunks)
-    working = whole if recomputed else 0  # the layer whose backward pass runs, computed again in full
-    return held * layers * ((1 - share) * whole + share * t.unit) + working
+    layers, share = Fraction(t.stage_layers, t.chunks), Fraction(recomputed, t.stage_layers)
+    if plan is None:
+        most, kept = LOWEST, held * layers * cost.at(LOWEST)
+    else:
+        most = max(plan.stored_bits[i] for c in range(t.chunks) for i in plan.layers_of(stage, c))
+        kept = plan.held(stage, cost)
+    working = cost.at(most) if recomputed else 0  # the layer whose backward pass runs, computed again in full
+    return (1 - share) * kept + share * held * layers * t.unit + working
 
 
 def stage_memory(
@@ -304,21 +305,3 @@ def longest_sequence(training: Training, system: System, capacity: int, *, most:
 def fits(training: Training, system: System, capacity: int) -> bool:
     """Whether all stages fit in ``capacity`` bytes, nothing recomputed."""
     return _needs(training, system) <= capacity
-
-
-__all__ = [
-    "SYSTEMS",
-    "SYSTEM_NAMES",
-    "WHOLE",
-    "BudgetError",
-    "StageMemory",
-    "System",
-    "Training",
-    "beside_layers",
-    "fewest_recomputed",
-    "fits",
-    "longest_sequence",
-    "peak",
-    "plan_bits",
-    "stage_memory",
-]
