@@ -7,8 +7,6 @@ Both use public interfaces of torch, and both leave the model as it is. Under FS
 rank sends: the sum stays in full precision on the rank that keeps it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,13 +27,17 @@ class _DdpHook:
         self.names = {id(p): name for name, p in model.module.named_parameters()}
         self.stream: torch.cuda.Stream | None = None
 
-    def reduce(self, bucket: dist.GradBucket) -> None:
+    def reduce(self, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
+        """Average one bucket."""
         parameters, gradients = bucket.parameters(), bucket.gradients()
         named = {self.names[id(p)]: g for p, g in zip(parameters, gradients, strict=True)}
         self.reducer.all_reduce_named(named, group=self.group)
 
 
-def ddp_hook(state: _DdpHook, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def ddp_hook(
+    state: _DdpHook,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[Tensor]:
     """Average a bucket of DDP's; on a GPU beside backward, on a CPU before it goes on."""
     buffer = bucket.buffer()
     if not buffer.is_cuda:

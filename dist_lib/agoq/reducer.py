@@ -21,6 +21,11 @@ from dist_lib.agoq.wire import GradientFormat, Hops, Ranks
 from dist_lib.comm import ExactReducer, agree
 
 
+def _place() -> tuple[int, int]:
+    """(rank, number of ranks) of this process; of one alone without a process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 class QuantizedReducer:
     """Means or sums over ranks through 8-bit messages; a :class:`~dist_lib.comm.Reducer`.
 
@@ -80,13 +85,17 @@ class QuantizedReducer:
             )
         return self._nodes
 
+    def hops(self, group: dist.ProcessGroup | None = None) -> Hops:
+        """How messages travel among the ranks of ``group`` (default: all)."""
+        return Hops(self._ranks(group))
+
     @property
     def generator(self) -> torch.Generator | None:
         """Where this rank's stochastic rounding draws from; None for nearest rounding."""
         if self.form.rounding == "nearest":
             return None
         if self._random is None:
-            self._random = torch.Generator().manual_seed(self._seed * 1_000_003 + dist.get_rank())
+            self._random = torch.Generator().manual_seed(self._seed * 1_000_003 + _place()[0])
         return self._random
 
     def _residual(self, key: str | None, tensor: Tensor) -> Tensor | None:
@@ -197,7 +206,7 @@ class QuantizedReducer:
             for tensor, part in zip(small, flat.split([t.numel() for t in small]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
         large = {n: t for n, t in tensors.items() if not self.is_exact(t.numel()) and t.numel()}
-        hops = Hops(self._ranks(group))
+        hops = self.hops(group)
         if large and hops.size > 1:
             self._reduce_bucket(large, hops, hops.size if average else 1)
 
@@ -234,8 +243,8 @@ class QuantizedReducer:
     def state_dict(self) -> dict[str, Any]:
         """What this rank keeps, for its checkpoint; tensors, numbers and strings only."""
         return {
-            "rank": dist.get_rank(),
-            "world_size": dist.get_world_size(),
+            "rank": _place()[0],
+            "world_size": _place()[1],
             "residuals": {key: t.clone() for key, t in self._residuals.items()},
             "generator": None if self.generator is None else self.generator.get_state(),
         }
@@ -246,7 +255,7 @@ class QuantizedReducer:
         Raises:
             ValueError: it is of another rank or another number of ranks, or holds what this reducer would not use.
         """
-        mine, theirs = (dist.get_rank(), dist.get_world_size()), (state["rank"], state["world_size"])
+        mine, theirs = _place(), (state["rank"], state["world_size"])
         if mine != theirs:
             raise ValueError(
                 f"the state is of rank {theirs[0]} of {theirs[1]}, this is rank {mine[0]} of {mine[1]}: what a rank "

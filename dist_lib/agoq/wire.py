@@ -85,6 +85,10 @@ class Shards:
             self.codes, self.scales, shape, torch.float32, self.form.codec, self.form.block_size
         ).dequantize()
 
+    def row(self, part: int) -> Shards:
+        """One shard of them, a view."""
+        return Shards(self.codes[part : part + 1], self.scales[part : part + 1], self.form)
+
     def pack(self) -> Tensor:
         """One message a shard: (parts, ``message_bytes``) uint8."""
         parts, length = self.codes.shape
