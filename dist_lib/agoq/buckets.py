@@ -41,8 +41,9 @@ class Bucket:
         self.length = -(-blocks // parts) * form.block_size
         zeros = quantized_zeros((parts, self.length), form.codec, form.block_size, device=device, flat=False)
         # The codes of zeros, not zero bytes: what fills a block up must stay zero once the block has a scale.
-        zero = quantize(torch.zeros(1, device=device), form.codec, form.block_size, rounding="nearest").codes
-        self.shards = Shards(zeros.codes.fill_(int(zero.item())), zeros.scales, form)
+        self._zero = int(quantize(torch.zeros(1), form.codec, form.block_size).codes.item())
+        self.shards = Shards(zeros.codes, zeros.scales, form)
+        self.zero_()
 
     @property
     def names(self) -> list[str]:
@@ -53,6 +54,11 @@ class Bucket:
     def nbytes(self) -> int:
         """Bytes of codes and scales."""
         return self.shards.codes.nbytes + self.shards.scales.nbytes
+
+    def zero_(self) -> None:
+        """Forget all numbers, a NaN included."""
+        self.shards.codes.fill_(self._zero)
+        self.shards.scales.zero_()
 
     def span(self, name: str) -> slice:
         """Where its numbers lie in the buffer as one row."""

@@ -17,6 +17,7 @@ Source: AGoQ (arXiv 2605.00539), gradient quantisation.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -92,7 +93,9 @@ def clip_factor(norm: float, max_norm: float) -> float:
     """
     if not max_norm > 0:
         raise ValueError(f"max_norm is {max_norm}; need a number above 0")
-    return max_norm / norm if norm > max_norm else 1.0 if norm <= max_norm else float("nan")
+    if not math.isfinite(norm):
+        return math.nan
+    return max_norm / norm if norm > max_norm else 1.0
 
 
 class QuantizedGradients:
@@ -107,7 +110,8 @@ class QuantizedGradients:
 
     Attributes:
         parameters: by name.
-        reduced: whether the gradients are summed over ranks; then nothing can be added before :meth:`reset`.
+        state: ``"local"``; ``"reduced"``, when summed over ranks; ``"scattered"``, when the sum is in the shards that
+            :meth:`reduce_scatter` gave. Only local gradients can be added to; :meth:`reset` begins anew.
 
     Raises:
         TypeError: a parameter that is a DTensor, which its runtime reduces itself.
@@ -125,7 +129,7 @@ class QuantizedGradients:
         self.parameters = {name: p for name, p in parameters if p.requires_grad}
         self.reducer = reducer or QuantizedReducer()
         self._check(bucket_elements)
-        self._group, self.reduced = group, False
+        self._group, self.state = group, "local"
         self._hops: Hops | None = self.reducer.hops(group) if dist.is_initialized() else None
         self.device = next(iter(self.parameters.values())).device
         large = {n: p for n, p in self.parameters.items() if not self.reducer.is_exact(p.numel()) and p.numel()}
@@ -138,7 +142,9 @@ class QuantizedGradients:
         counts = [self.parameters[n].numel() for n in small]
         self._flat = torch.zeros(sum(counts), dtype=torch.float32, device=self.device)
         views = self._flat.split(counts) if counts else ()
-        self._exact = {n: v.view(self.parameters[n].shape) for n, v in zip(small, views, strict=True)}
+        self._exact: dict[str, Tensor] = {
+            n: v.view(self.parameters[n].shape) for n, v in zip(small, views, strict=True)
+        }
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def _check(self, bucket_elements: int) -> None:
@@ -174,7 +180,7 @@ class QuantizedGradients:
             RuntimeError: the gradients are reduced already.
             ValueError, TypeError: another shape, or a dtype that cannot be encoded.
         """
-        if self.reduced:
+        if self.state != "local":
             raise RuntimeError(f"a gradient of {name} after the reduction over ranks: call reset() first")
         if name in self._home:
             view, form = self._home[name].view(name), self.reducer.form
@@ -208,14 +214,19 @@ class QuantizedGradients:
     def reset(self) -> None:
         """Back to zero, a NaN included."""
         for bucket in self._buckets:
-            bucket.shards.scales.zero_()
+            bucket.zero_()
         self._flat.zero_()
-        self.reduced = False
+        self.state = "local"
 
     # ---- reading --------------------------------------------------------------------------------------------------
 
     def gradient(self, name: str) -> Tensor:
-        """One gradient, decoded: a new float32 tensor of the parameter's shape."""
+        """One gradient, decoded: a new float32 tensor of the parameter's shape.
+
+        Raises:
+            RuntimeError: the sum is in the shards.
+        """
+        self._readable()
         if name in self._home:
             return self._home[name].view(name).dequantize()
         return self._exact[name].clone()
@@ -236,7 +247,8 @@ class QuantizedGradients:
 
     def norm(self) -> float:
         """Euclidean norm over all parameters; once reduced, collective: each rank decodes its own shard only."""
-        if not self.reduced or self._hops is None:
+        self._readable()
+        if self.state == "local" or self._hops is None:
             return float(_squares((g for _, _, g in self.items()), self.device).sqrt())
         rank = self._hops.rank
         own = [b.shards.row(rank).decode() for b in self._buckets]
@@ -269,7 +281,7 @@ class QuantizedGradients:
         Raises:
             RuntimeError: they are reduced already.
         """
-        self._begin()
+        self._begin("reduced")
         if self._hops is None or self._hops.size == 1:
             return
         for bucket in self._buckets:
@@ -287,7 +299,7 @@ class QuantizedGradients:
         Raises:
             RuntimeError: they are reduced already.
         """
-        self._begin()
+        self._begin("scattered")
         rank = 0 if self._hops is None else self._hops.rank
         parts: dict[str, tuple[slice, Tensor]] = {}
         for bucket in self._buckets:
@@ -303,10 +315,14 @@ class QuantizedGradients:
         self._reduce_exact(average)
         return GradientShards(parts, dict(self._exact), self._group, rank, self.size)
 
-    def _begin(self) -> None:
-        if self.reduced:
-            raise RuntimeError("the gradients are reduced over ranks already: call reset() before the next step")
-        self.reduced = True
+    def _begin(self, state: str) -> None:
+        if self.state != "local":
+            raise RuntimeError(f"the gradients are {self.state} already: call reset() before the next step")
+        self.state = state
+
+    def _readable(self) -> None:
+        if self.state == "scattered":
+            raise RuntimeError("the sum is in the shards that reduce_scatter returned: read and clip those")
 
     def _reduce_exact(self, average: bool) -> None:
         if self._flat.numel() and self.size > 1:
