@@ -1,10 +1,10 @@
 """What storing activations in few bits does to gradients: measured on a model, against its exact gradient.
 
-Two measures. :func:`gradient_quality`: the whole gradient of one batch, for different choices of what is stored encoded;
-this is the one that decides, and it must be taken at a *trained* checkpoint, where errors are several times those at
-initialisation. :func:`local_errors`: each kind of layer by itself, on the activations and gradients that the model has,
-as AGoQ's Table 13 does (arXiv 2605.00539). What AGoQ leaves alone or never stores is encoded in flat blocks here, as a
-general compressor of saved tensors would.
+Two measures. :func:`gradient_quality`: the whole gradient of one batch, for different choices of what is stored
+encoded; this is the one that decides, and it must be taken at a *trained* checkpoint, where errors are several times
+those at initialisation. :func:`local_errors`: each kind of layer by itself, on the activations and gradients that the
+model has, as AGoQ's Table 13 does (arXiv 2605.00539). In the first, what AGoQ leaves alone or never stores is encoded
+in flat blocks, as a general compressor of saved tensors would.
 """
 
 from __future__ import annotations
@@ -209,7 +209,9 @@ def local_errors(model: Decoder, tokens: Tensor, targets: Tensor, form: Format) 
     for q, k, v, grad in log:
         a, b, c = (t.clone().requires_grad_() for t in (q, k, v))
         exact = torch.autograd.grad(F.scaled_dot_product_attention(a, b, c, is_causal=True), (a, b, c), grad)
-        found = torch.autograd.grad(attention_from_codes(a, b, c, replace(form, flat=True)), (a, b, c), grad)
+        # Decoded first: attention weights belong to the decoded queries and keys, as when they are recomputed.
+        d, e, f = (form.decode(form.encode(t), t.shape, t.dtype).requires_grad_() for t in (q, k, v))
+        found = torch.autograd.grad(F.scaled_dot_product_attention(d, e, f, is_causal=True), (d, e, f), grad)
         for name, ours, theirs in zip(("query", "key", "value"), found, exact, strict=True):
             pairs.setdefault(name, []).append((ours, theirs))
     return {
