@@ -162,7 +162,8 @@ def schedule_figure(
         traces=[*_boxes(events, unit=unit_s, digits=4, numbers=numbers), *_version_legend(versions)],
         barmode="overlay",
         uniformtext={"minsize": 9, "mode": "hide"},
-        height=150 + 46 * stages,
+        height=190 + 46 * stages,
+        legend_y=-64 / (70 + 46 * stages),  # below the title of the time axis, at any height
         xaxis_range=[0, 1.01 * (last if end_s is None else end_s) / unit_s],
         yaxis=_axis(stages),
     )

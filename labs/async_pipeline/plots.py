@@ -91,7 +91,7 @@ def gap_figure(record: RunRecord) -> Any:
     for key, word, color in (("gap", WORDS["delay"], "stale"), ("gap_left", WORDS["feedback"], "optimizer")):
         values = [found.get(f"{optimizer}_{key}") for optimizer in LABELS]
         half = [found.get(f"{optimizer}_{key}_spread", 0.0) / 2 for optimizer in LABELS]
-        bars = {"type": "data", "array": half}
+        bars = {"type": "data", "array": half, "color": viz.WORK["idle"]}
         traces.append(viz.bar(list(LABELS.values()), values, word, color=viz.WORK[color], error_y=bars))
     text = "; ".join(f"{label} {found[f'{o}_gap']:.3f}" for o, label in LABELS.items() if f"{o}_gap" in found)
     return viz.figure(
