@@ -164,3 +164,17 @@ def test_command_refuses_to_overwrite_and_reports(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["--report", "--out", str(out)])
     assert shown.exit_code == 0
     assert "AdamW" in shown.output and "R7" in shown.output
+
+
+@pytest.mark.parametrize(("name", "lr"), [("adamw", 2e-3), ("muon", 5e-3)])
+def test_a_delay_costs_and_error_feedback_gives_back(name: str, lr: float) -> None:
+    """400 steps of small batches, one seed: the gap is positive, and at least 30 % of it comes back."""
+    corpus = study.load_corpus()
+    validate = study.validation(corpus)
+    loss = {}
+    for mode in ("sync", "delay", "ef"):
+        run = Run(optimizer=name, lr=lr, steps=400, mode=mode, seed=0, batch=8)
+        loss[mode] = study.train(run, corpus, validate)["loss"]
+    gap = loss["delay"] - loss["sync"]
+    assert gap > 0.02, loss
+    assert (loss["delay"] - loss["ef"]) / gap > 0.3, loss
