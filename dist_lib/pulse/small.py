@@ -32,7 +32,7 @@ EXPONENTS: Mapping[torch.dtype, tuple[int, int]] = {
 MOST_CLASSES = 24
 SYMBOLS = 185  # below 128 a difference itself, then one for each bit length from 8 to 64
 SCALE = 4096
-GROUP = 256  # changed cells that a frequency table must serve
+GROUP = 512  # changed cells that a frequency table must serve
 
 
 def _choose(exponents: Words) -> tuple[int, int]:
@@ -94,36 +94,25 @@ def _standard() -> Words:
 
 
 def _write_tables(out: Writer, tables: Words) -> None:
+    """Each table as the number of its symbols, their distances, and all their frequencies but the last, less one."""
     for table in tables:
         used = np.flatnonzero(table)
-        out.number(used.size)
-        last = 0
-        for symbol in used:
-            out.number(int(symbol) - last)
-            last = int(symbol)
-        for symbol in used[:-1]:
-            out.number(int(table[symbol]) - 1)
+        out.numbers([used.size, *np.diff(used, prepend=0).tolist(), *(table[used[:-1]] - 1).tolist()])
 
 
 def _read_tables(data: Reader, groups: int) -> Words:
     tables = np.zeros((groups, SYMBOLS), np.int64)
     for table in tables:
-        used, symbol, left = data.number(SYMBOLS - 1), 0, SCALE
-        symbols = []
-        for _ in range(used):
-            step = data.number(SYMBOLS - 1 - symbol)
-            symbol += step
-            if step == 0:
-                raise data.fail("a table that names a symbol twice")
-            symbols.append(symbol)
-        if not symbols:
-            raise data.fail("a table without symbols")
-        for s in symbols[:-1]:
-            table[s] = 1 + data.number(SCALE)
-            left -= int(table[s])
-        if left < 1:
+        used = data.number(SYMBOLS - 1)
+        steps = np.array(data.numbers(used, SYMBOLS - 1), np.int64)
+        symbols = np.cumsum(steps)
+        if used == 0 or int(steps.min()) == 0 or int(symbols[-1]) >= SYMBOLS:
+            raise data.fail("a table without symbols, with one named twice, or with one that there is not")
+        written = np.array(data.numbers(used - 1, SCALE), np.int64) + 1
+        if int(written.sum()) >= SCALE:
             raise data.fail("a table that sums to more than it may")
-        table[symbols[-1]] = left
+        table[symbols[:-1]] = written
+        table[symbols[-1]] = SCALE - int(written.sum())
     return tables
 
 

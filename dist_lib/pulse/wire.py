@@ -7,6 +7,7 @@ Everything that comes from outside goes through :class:`Reader`: it raises
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -29,10 +30,16 @@ class Writer:
 
     def number(self, value: int) -> None:
         """A number of at least 0 as LEB128, shortest form."""
-        while value >= 128:
-            self._out.append((value & 127) | 128)
-            value >>= 7
-        self._out.append(value)
+        self.numbers((value,))
+
+    def numbers(self, values: Iterable[int]) -> None:
+        """Numbers one after the other, each as :meth:`number` writes it."""
+        out = self._out
+        for value in values:
+            while value >= 128:
+                out.append((value & 127) | 128)
+                value >>= 7
+            out.append(value)
 
     def raw(self, data: bytes | memoryview | Words) -> None:
         """Bytes as they are; their length must be known to the reader."""
@@ -67,17 +74,29 @@ class Reader:
 
     def number(self, most: int) -> int:
         """A LEB128 number of at most ``most``, in shortest form."""
-        value, shift = 0, 0
-        while True:
-            byte = self.raw(1)[0]
-            value |= (byte & 127) << shift
-            shift += 7
-            if value > most or shift > 70:
-                raise self.fail(f"a number above {most}")
-            if byte < 128:
-                if byte == 0 and shift > 7:
-                    raise self.fail("a number that is not in its shortest form")
-                return value
+        return self.numbers(1, most)[0]
+
+    def numbers(self, count: int, most: int) -> list[int]:
+        """``count`` numbers, each as :meth:`number` reads it."""
+        if count > self.left:
+            raise self.fail(f"{count} numbers expected, {self.left} bytes left")
+        data, at, end, found = self._data, self._at, len(self._data), []
+        for _ in range(count):
+            value, shift, byte = 0, 0, 128
+            while byte >= 128:
+                if at >= end:
+                    raise self.fail("it ends inside a number")
+                byte = data[at]
+                at += 1
+                value |= (byte & 127) << shift
+                shift += 7
+                if value > most or shift > 70:
+                    raise self.fail(f"a number above {most}")
+            if byte == 0 and shift > 7:
+                raise self.fail("a number that is not in its shortest form")
+            found.append(value)
+        self._at = at
+        return found
 
     def raw(self, length: int) -> memoryview:
         """The next ``length`` bytes, not copied."""
