@@ -115,7 +115,7 @@ def _verdict(name: str, statement: str, values: Mapping[str, float | None], hold
 
 
 def verdicts(record: Record) -> list[Verdict]:
-    """The expected relations R1 to R7 and whether they hold in a record."""
+    """The expected relations R1 to R7 and whether they hold in a record, for means over the seeds that it has."""
     x = Losses(record)
     gap = {n: _mean(x.gaps(n, "delay", LONG)) for n in ("adamw", "muon")}
     muon_ef, adamw_ef = _mean(x.gaps("muon", "ef", LONG)), x.recovered("adamw", "ef", LONG)
@@ -180,6 +180,12 @@ def _number(value: float | None, signed: bool = False) -> str:
     return f"{value:+.3f}" if signed else f"{value:.3f}"
 
 
+def _spread(values: list[float]) -> str:
+    """Mean, and of more than one seed the lowest and highest."""
+    text = _number(_mean(values), True)
+    return text if len(values) < 2 else f"{text} ({min(values):+.3f} to {max(values):+.3f})"
+
+
 def _grid(rows: list[list[str]]) -> str:
     wide = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, wide, strict=True)).rstrip() for row in rows)
@@ -210,8 +216,8 @@ def _gap_rows(x: Losses) -> list[list[str]]:
                 "usual" if momentum is None else f"{momentum:g}",
                 str(len(delay)),
                 *map(_number, losses),
-                _number(_mean(delay), True),
-                _number(_mean(ef), True),
+                _spread(delay),
+                _spread(ef),
                 "-" if back is None else f"{100 * back:.0f} %",
             ]
         )
