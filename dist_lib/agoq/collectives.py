@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dist_lib.agoq.wire import GradientFormat, Hops, Ranks, Shards, sum_messages
+from dist_lib.agoq.wire import GradientFormat, Hops, Ranks, Shards
 from dist_lib.ops.quantization import FLOATS
 
 Generator = torch.Generator | int | None
@@ -238,13 +238,10 @@ def simulate_all_reduce(
     divisor = _divisor(op, size)
     if size < 2 or tensors[0].numel() == 0:
         return tensors[0].detach().clone()
-    messages = [Shards.encode(to_matrix(t, size), form, generator).pack() for t in tensors]
-    length = -(-tensors[0].numel() // size)
-    rows = []
-    for j in range(size):
-        total = sum_messages(torch.stack([m[j] for m in messages]), length, form).div_(divisor)
-        rows.append(Shards.encode(total[None], form, generator).pack())
-    return _write(torch.cat(rows), torch.empty_like(tensors[0]), length, form)
+    total = Shards.encode(to_matrix(tensors[0], size), form, generator).decode()
+    for tensor in tensors[1:]:
+        total += Shards.encode(to_matrix(tensor, size), form, generator).decode()
+    return _shaped(Shards.encode(total.div_(divisor), form, generator), tensors[0])
 
 
 @torch.no_grad()
@@ -260,11 +257,14 @@ def simulate_ring(
     if size < 2 or tensors[0].numel() == 0:
         return tensors[0].detach().clone()
     matrices = [to_matrix(t, size).float() for t in tensors]
-    out = torch.empty_like(matrices[0])
-    for j in range(size):
-        at = Shards.encode(matrices[(j + 1) % size][j][None], form, generator)
-        for hop in range(2, size + 1):
-            total = at.decode() + matrices[(j + hop) % size][j]
-            at = Shards.encode(total.div_(divisor) if hop == size else total, form, generator)
-        out[j] = at.decode()[0]
-    return torch.empty_like(tensors[0]).copy_(out.view(-1)[: tensors[0].numel()].view(tensors[0].shape))
+    shard = torch.arange(size)
+    stacked = torch.stack(matrices)  # (rank, shard, length)
+    at = Shards.encode(stacked[(shard + 1) % size, shard], form, generator)
+    for hop in range(2, size + 1):
+        total = at.decode() + stacked[(shard + hop) % size, shard]
+        at = Shards.encode(total.div_(divisor) if hop == size else total, form, generator)
+    return _shaped(at, tensors[0])
+
+
+def _shaped(shards: Shards, like: Tensor) -> Tensor:
+    return torch.empty_like(like).copy_(shards.decode().view(-1)[: like.numel()].view(like.shape))
