@@ -178,7 +178,7 @@ def apply(
         workers: threads; None for two.
 
     Returns:
-        Names in order to tensors: unchanged ones are the base's own, tied ones share storage, new ones are on the CPU,
+        A tensor for each name, in order; unchanged ones are the base's own, tied ones share storage, new ones are on the CPU,
         and changed ones on the device of their base. Its digest is ``patch.digest``.
 
     Raises:

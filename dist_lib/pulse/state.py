@@ -55,7 +55,7 @@ class TensorSpec:
 
     @property
     def width(self) -> int:
-        """Bytes of a cell: those of an element, at most 8 (complex128 is two cells)."""
+        """Bytes of a cell, which is an element, or at most 8 of its bytes (complex128 is two cells)."""
         return min(self.dtype.itemsize, 8)
 
     @property
@@ -171,7 +171,7 @@ def digest_state(state: State, *, workers: int | None = None) -> StateDigest:
     """Digest a state; tied tensors are read once.
 
     Raises:
-        StateError: see :func:`spec_of`.
+        StateError: see ``spec_of``.
     """
     specs = {name: spec_of(name, tensor) for name, tensor in state.items()}
     ties = find_ties(state)

@@ -63,13 +63,12 @@ class Retry:
         attempts: at least 1.
         first_s: wait after the first failure; doubled after each further one, and shortened by up to half at random.
         most_s: longest wait.
-        sleep: waits this many seconds.
     """
 
     attempts: int = 5
     first_s: float = 0.1
     most_s: float = 10.0
-    sleep: Callable[[float], None] = time.sleep
+    sleep: Callable[[float], None] = field(default=time.sleep, repr=False)
 
 
 @dataclass
