@@ -1,4 +1,4 @@
-"""Pictures of the memory model: bytes of a layer's tensors, devices by kind, stages with their bits, the paper's tables.
+"""Pictures of the memory model: tensors of a layer, kinds of memory on a device, stages with bits, the paper's tables.
 
 Needs plotly (the ``viz`` extra). The numbers are those of the memory, bit-plan and speed models; this module only draws
 them. Nothing in them is measured here.
