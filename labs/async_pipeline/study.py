@@ -218,7 +218,9 @@ def main(
     if report_only:
         if not out.exists():
             raise typer.BadParameter(f"there is no record at {out}; run the study first")
-        console.print(report(json.loads(out.read_text(encoding="utf-8"))), highlight=False, markup=False)
+        console.print(
+            report(json.loads(out.read_text(encoding="utf-8"))), highlight=False, markup=False, soft_wrap=True
+        )
         return
     if out.exists() and not resume:
         raise typer.BadParameter(f"{out} exists; give --resume to go on with it, or another --out")

@@ -33,9 +33,9 @@ SWEEP_RATES: Mapping[str, tuple[float, ...]] = {
     "adamw": (2e-3, 4e-3, 8e-3),
     "muon": (2.5e-3, 5e-3, 1e-2, 2e-2),
     "nadam": (2e-3, 4e-3, 8e-3),
-    "lion": (4e-4, 8e-4, 1.6e-3),
+    "lion": (4e-4, 8e-4, 1.6e-3, 3.2e-3),
     "adan": (8e-3, 1.6e-2, 3.2e-2),
-    "soap": (2e-3, 4e-3, 8e-3),
+    "soap": (2e-3, 4e-3, 8e-3, 1.6e-2),
     "mars": (2e-3, 4e-3, 8e-3),
     "normuon": (2.5e-3, 5e-3, 1e-2),
 }
