@@ -14,10 +14,8 @@ TINY = Work(model="tiny-0.3m", ranks=2, steps=1)
 GOOD = Timing(step_s=0.5, payload=(8, 8), formula=(8, 8), orthogonalised=1.0)
 
 
-def stepped(name):
-    """Weights after two steps on the gradients that the bench uses."""
-    torch.set_num_threads(1)
-    rank = torch.distributed.get_rank()
+def stepped(name, rank):
+    """Weights after two steps on the gradients that the bench uses, and how far they moved."""
     method = build(name, TINY.config(), seed=0, world=2, device=torch.device("cpu"))
     start = {n: p.detach().clone() for n, p in method.model.named_parameters()}
     for step in range(2):
@@ -27,10 +25,17 @@ def stepped(name):
     return weights, moved
 
 
+def both():
+    """On one rank: the owners' weights and the baseline's."""
+    torch.set_num_threads(1)
+    rank = torch.distributed.get_rank()
+    return stepped("dmuon", rank), stepped("gather", rank)
+
+
 def test_both_sides_do_the_same_work():
     """Two ranks: a sum of two has one value in any order, so only batching may differ."""
-    (ours, moved), (other, _) = launch(stepped, world_size=2, args=("dmuon",))
-    (theirs, _), _ = launch(stepped, world_size=2, args=("gather",))
+    first, second = launch(both, world_size=2)
+    (ours, moved), (theirs, _), (other, _) = *first, second[0]
     apart = max(float((ours[n] - theirs[n]).abs().max()) for n in ours)
     assert ours.keys() == theirs.keys() and moved > 1e-3
     assert apart < 1e-4 * moved
