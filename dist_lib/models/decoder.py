@@ -71,8 +71,11 @@ class Attention(nn.Module):
         groups = c.n_heads // c.n_kv_heads
         if groups > 1:
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (B, H, S, E)
-        return out.transpose(1, 2).reshape(b, s, c.d_model)
+        return self.weigh(q, k, v).transpose(1, 2).reshape(b, s, c.d_model)
+
+    def weigh(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal softmax attention of each head; all (B, H, S, E)."""
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 class MLP(nn.Module):
