@@ -1,6 +1,7 @@
 """Whole models with encoded activations: bits of the forward pass, gradients, bytes, checkpointing, and back."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from dist_lib.agoq import (
     quantize_activations,
     restore_activations,
 )
-from dist_lib.models import Decoder, DecoderConfig, DecoderLayer, SavedTensorCounter
+from dist_lib.models import Decoder, DecoderConfig, DecoderLayer, SavedTensorCounter, get_config
 from dist_lib.models.decoder import rotary_table
 from dist_lib.ops import quantized_nbytes
 
@@ -124,6 +125,19 @@ def test_bytes_held_for_backward_are_those_of_the_formula(layout, codec, scale_d
     with SavedTensorCounter(plain) as before:
         plain(x, cos, sin)
     assert counter.bytes < 0.45 * before.bytes  # heads of 32 keep more statistics and constants than real ones
+
+
+def test_bytes_held_by_a_layer_of_smollm2_are_those_of_the_formula():
+    """Width 576 is nine blocks of 64; three key heads are repeated to nine before they are kept."""
+    config = dataclasses.replace(get_config("smollm2-135m"), n_layers=1, vocab_size=64, max_seq_len=64)
+    model = quantize_activations(Decoder(config).bfloat16(), ActivationPlan("nf4", 64))
+    cos, sin = (t.bfloat16() for t in rotary_table(config, 64, torch.device("cpu")))
+    x = torch.randn(1, 64, config.d_model).bfloat16().requires_grad_()
+    with SavedTensorCounter(model) as counter:
+        model.layers[0](x, cos, sin)
+    stored = 2 * (quantized_nbytes((64, config.d_model), "nf4", 64) + quantized_nbytes((64, config.d_ff), "nf4", 64))
+    attention = 4 * 64 * config.d_model * 2 + config.n_heads * 64 * 4 + cos.nbytes + sin.nbytes
+    assert counter.bytes == pytest.approx(stored + attention + 2 * 64 * 4, rel=0.001)
 
 
 def test_checkpointing_gives_the_same_gradients_and_keeps_less():

@@ -14,6 +14,7 @@ CONFIG = DecoderConfig(
     vocab_size=256, d_model=64, n_layers=3, n_heads=2, n_kv_heads=2, d_ff=176, max_seq_len=64, tie_embeddings=False
 )
 STEPS = 300
+pytestmark = pytest.mark.timeout(300)  # training, on a machine that is busy
 
 
 @pytest.fixture(scope="module")

@@ -154,8 +154,7 @@ def _compile(which, name, capability, even=True, accumulate=False, tile=4096, bl
         if argument not in ("first", "seed"):
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
-    options = {"num_warps": 4, "enable_fp_fusion": False}
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=kernels.OPTIONS)
 
 
 def _resources(compiled, tmp_path):
