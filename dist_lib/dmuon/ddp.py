@@ -22,8 +22,9 @@ class DMuonDDP(Runtime):
 
     Handles parameters that some or all ranks do not use, modules used several times, tied weights, owners without a
     matrix, accumulation (:meth:`no_sync`) and mixed precision per parameter. Weights that belong to no layer are
-    always published at once. Buffers, such as running means, are set equal once, at the start, and are each rank's own
-    afterwards.
+    always published at once. A layer with a parameter that a backward does not reach, and all layers before it in the
+    model, are reduced at the end of backward instead of during it. Buffers, such as running means, are set equal once,
+    at the start, and are each rank's own afterwards.
 
     For arguments and errors see :class:`~dist_lib.dmuon.runtime.Runtime`; ``group`` is the data-parallel group.
     """

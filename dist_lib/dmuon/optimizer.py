@@ -314,6 +314,14 @@ class DMuon(Optimizer):
             f"dist_lib.dmuon.save_checkpoint / load_checkpoint, which keep all of it by name"
         )
 
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Refused, as :meth:`state_dict` is.
+
+        Raises:
+            RuntimeError: always; use :mod:`dist_lib.dmuon.checkpoint`.
+        """
+        raise RuntimeError("the state of this optimizer lies on its owners: use dist_lib.dmuon.load_checkpoint")
+
 
 def _listed(params: Any) -> list[Any]:
     if isinstance(params, (str, Tensor)):

@@ -61,7 +61,7 @@ class GradientPass:
         self._position = 0
         self._ready: set[str] = set()
         self._used: set[str] = set()
-        self._paused = 0
+        self._paused, self._end_queued = 0, False
         device = next(iter({**self.parameters, **self.extra}.values())).device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._hooks = [
@@ -69,6 +69,7 @@ class GradientPass:
             for name, p in self.parameters.items()
             if p.requires_grad
         ]
+        self._hooks += [p.register_post_accumulate_grad_hook(self._other_hook) for p in self.extra.values()]
 
     def remove_hooks(self) -> None:
         """Detach from the parameters."""
@@ -78,7 +79,7 @@ class GradientPass:
     @property
     def begun(self) -> bool:
         """Whether some reductions of the present pass have been started on this rank and others not."""
-        return self._position > 0 and not self.finished
+        return 0 < self._position < len(self.groups)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -101,9 +102,28 @@ class GradientPass:
             if self.on_gradient is not None:
                 self.on_gradient(name)
             if not self._paused and self._overlap:
+                self._queue_end()
                 self._advance()
 
         return accumulated
+
+    def _queue_end(self) -> None:
+        if not self._end_queued:
+            self._end_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        self._end_queued = False
+        self._reduce_rest()
+
+    def _reduce_rest(self) -> None:
+        while self._position < len(self.groups):
+            self._position += 1
+            self._reduce(self.groups[self._position - 1])
+
+    def _other_hook(self, _: Tensor) -> None:
+        if not self._paused and self._overlap and not self.finished:
+            self._queue_end()
 
     def _advance(self) -> None:
         while self._position < len(self.groups):
@@ -149,9 +169,7 @@ class GradientPass:
         """
         if self.finished:
             return self._used
-        while self._position < len(self.groups):
-            self._position += 1
-            self._reduce(self.groups[self._position - 1])
+        self._reduce_rest()
         used, late = self._exchange()
         for group in late:
             self._reduce(group)
@@ -180,19 +198,19 @@ class GradientPass:
 
     def restart(self) -> None:
         """Begin the next pass, keeping the gradients as accumulated so far."""
-        self._position, self.finished = 0, False
+        self._position, self.finished, self._end_queued = 0, False, False
         self._ready.clear()
 
     def clear(self) -> None:
         """Forget gradients, on their way or arrived.
 
         Raises:
-            RuntimeError: reductions have begun and not ended; other ranks may stand elsewhere.
+            RuntimeError: a backward ended with an error while reductions were under way; other ranks stand elsewhere.
         """
         if self.begun:
             raise RuntimeError(
-                "some gradients of this backward are on their way to their owners already; call step(), or "
-                "finish_backward() on every rank and then zero_grad()"
+                "a backward ended early, when some gradients were on their way to their owners already and others not; "
+                "restart from a checkpoint, or call finish_backward() on every rank and then zero_grad()"
             )
         for p in self.parameters.values():
             p.grad = None

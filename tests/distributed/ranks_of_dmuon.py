@@ -456,10 +456,17 @@ def refusals():
     attempt("unknown", lambda: DMuon(runtime, groups=[{"params": ["nobody"]}]))
     optimizer = DMuon(runtime, **OPTIONS)
     attempt("state_dict", optimizer.state_dict)
+    attempt("load_state_dict", lambda: optimizer.load_state_dict({}))
     attempt("add", lambda: optimizer.add_param_group({"params": []}))
     attempt("norm", lambda: optimizer.clip_grad_norm_(0.0))
-    runtime.model.loss(batch(0, 0)).backward()
+    model.loss(batch(0, 0)).backward()
+    optimizer.zero_grad()  # forgets a backward, on every rank alike
+    found["forgotten"] = runtime.gradient("layers.0.up.weight") is None and not runtime.reduction.begun
+    loss = model.loss(batch(0, 0))
+    hook = model.layers[1].norm.weight.register_hook(lambda g: 1 / 0)  # when layer 2 has gone
+    attempt("broken", loss.backward)
     attempt("clear", optimizer.zero_grad)
+    hook.remove()
     optimizer.clip_grad_norm_(1.0)
     attempt("again", lambda: runtime.model.loss(batch(0, 0)).backward())
     runtime.publish()

@@ -79,6 +79,7 @@ def test_refusals_say_what_to_do():
         "twice": "a group has already",
         "unknown": "not a trained parameter",
         "state_dict": "save_checkpoint",
+        "load_state_dict": "load_checkpoint",
         "add": "groups=",
         "norm": "must be above 0",
         "clear": "on their way",
