@@ -178,8 +178,8 @@ def apply(
         workers: threads; None for two.
 
     Returns:
-        A tensor for each name, in order; unchanged ones are the base's own, tied ones share storage, new ones are on the
-        CPU, and changed ones on the device of their base. Its digest is ``patch.digest``.
+        A tensor for each name, in order; unchanged ones are the base's own, tied ones share storage, new ones are on
+        the CPU, and changed ones on the device of their base. Its digest is ``patch.digest``.
 
     Raises:
         StaleBaseError: the patch is for another base; nothing is damaged.
