@@ -123,14 +123,14 @@ def memory_text(report: Mapping[str, Any], model: str) -> str:
     """The report for a terminal."""
     r = report
     parts = [
-        f"{model}: {r['parameters'] / 1e9:.2f} billion parameters, {r['layers']} layers; sequences of {r['seq']} tokens, "
-        f"{r['micro_batches']} micro-batches of {r['micro_batch']}\n"
-        f"{r['devices']} devices: tensor {r['tensor']} x stages {r['stages']} (chunks: {r['chunks']}) x data {r['data']}. "
-        "GB are 10^9 bytes. Modelled: fragments, workspaces and buffers come on top."
+        f"{model}: {r['parameters'] / 1e9:.2f} billion parameters, {r['layers']} layers; sequences of {r['seq']} "
+        f"tokens, {r['micro_batches']} micro-batches of {r['micro_batch']}\n"
+        f"{r['devices']} devices: tensor {r['tensor']} x stages {r['stages']} (chunks: {r['chunks']}) x data "
+        f"{r['data']}\nModelled: fragments, workspaces and buffers come on top. GB are 10^9 bytes."
     ]
-    columns = [(c, *(_gb(r["layer_bytes"][x][c]) for x in SHOWN)) for c in COLUMNS]
-    columns.append(("total", *(_gb(sum(r["layer_bytes"][x].values())) for x in SHOWN)))
-    parts.append(table(("one layer, one micro-batch, one rank (GB)", *SHOWN), columns))
+    columns = [(c, *(f"{r['layer_bytes'][x][c] / 1e6:.1f}" for x in SHOWN)) for c in COLUMNS]
+    columns.append(("total", *(f"{sum(r['layer_bytes'][x].values()) / 1e6:.1f}" for x in SHOWN)))
+    parts.append(table(("one layer, one micro-batch, one rank (MB)", *SHOWN), columns))
     kinds = list(next(iter(r["systems"].values()))["stages"][0]["bytes"])
     rows = []
     for d in r["systems"].values():
@@ -138,6 +138,10 @@ def memory_text(report: Mapping[str, Any], model: str) -> str:
         cells = [_gb(fullest["bytes"][k]) for k in kinds]
         rows.append((d["name"], str(d["fullest_stage"] + 1), *cells, _gb(d["peak_bytes"])))
     parts.append(table(("fullest device (GB)", "stage", *kinds, "total"), rows))
+    coded = [d for d in r["systems"].values() if d["stages"][0]["bits"]]
+    rows = [(d["name"], *("/".join(map(str, m["bits"])) for m in d["stages"])) for d in coded]
+    if rows and r["stages"] > 1:
+        parts.append(table(("bits of activations", *(f"stage {i + 1}" for i in range(r["stages"]))), rows))
     if r["capacity_bytes"] is not None:
         rows = [
             (
