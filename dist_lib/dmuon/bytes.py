@@ -167,7 +167,7 @@ def wire_parts(mode: Mode, world: int, *, shards: int | None = None, micro_batch
     nearly P, so a single hot root gains nothing from the average.
 
     Returns:
-        By purpose: ``"weights"`` (spread before they are used), ``"gradients"`` (reduced), ``"whole gradients"``
+        Shares by purpose, ``"weights"`` (spread before they are used), ``"gradients"`` (reduced), ``"whole gradients"``
         (gathered again, or sent to owners and back), ``"replicas"`` (reduced and published between replicas).
 
     Source: DMuon's table of volumes (arXiv 2606.27153) for one micro-batch; HSDP and all-to-all are our derivation.

@@ -154,13 +154,13 @@ class OwnerPlan:
 
     @property
     def balance(self) -> float:
-        """Largest load over the mean load: 1 is perfect, the number of ranks is the worst."""
+        """Largest load over the mean load; 1 is perfect, the number of ranks is the worst."""
         mean = sum(self.rank_loads) / self.world_size
         return max(self.rank_loads) / mean if mean else 1.0
 
     @property
     def above_bound(self) -> float:
-        """Largest load over :attr:`lower_bound`: 1 is proven optimal."""
+        """Largest load over :attr:`lower_bound`; 1 is proven optimal."""
         return max(self.rank_loads) / self.lower_bound if self.lower_bound else 1.0
 
     @property
@@ -173,7 +173,7 @@ class OwnerPlan:
 
     @property
     def bytes_per_rank(self) -> tuple[int, ...]:
-        """Bytes of each owner's state: float32 master weights and float32 momentum."""
+        """Bytes of each owner's state, which is float32 master weights and float32 momentum."""
         return tuple(STATE_BYTES * n for n in self.elements_per_rank)
 
     def to_json(self) -> str:

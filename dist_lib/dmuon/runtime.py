@@ -58,7 +58,7 @@ class Runtime(ABC):
             cannot be: see :func:`~dist_lib.dmuon.config.check_model`. Weights and buffers are set to those of rank 0.
         plan: owners for the ranks of the data-parallel world; made by ``make_plan(..., method="lpt")`` if left out.
         split: which parameters are matrices; default: :func:`~dist_lib.optim.split_parameters`.
-        config: see :class:`RuntimeConfig`.
+        config: see :class:`~dist_lib.dmuon.RuntimeConfig`.
         reducer: how gradients are averaged; default: exact, in the backend's order.
         layer_of: layer of a parameter's name, which must be a module whose forward runs before the parameter is read.
 
