@@ -26,7 +26,12 @@ from pathlib import Path
 from typing import Any
 
 # Each name is a module with `run(report: GpuReport) -> None`; it needs torch, triton and numpy at most.
-CHECK_MODULES: tuple[str, ...] = ("labs.gpu.newton_schulz", "labs.gpu.async_pipeline", "labs.gpu.quantization")
+CHECK_MODULES: tuple[str, ...] = (
+    "labs.gpu.newton_schulz",
+    "labs.gpu.dmuon",
+    "labs.gpu.async_pipeline",
+    "labs.gpu.quantization",
+)
 CEILINGS = "ceilings"
 BUDGET_S = 480.0
 COPY_BYTES = 2 * 10**9

@@ -94,7 +94,7 @@ def _owned(
 ) -> tuple[dict[str, Tensor], dict[str, int], dict[str, int], dict[str, int]]:
     """Weights, orthogonalisations by name, and the bytes of the last step, counted and by the formula."""
     model = Decoder(config, seed=0).to(device)
-    plan = make_plan(split_parameters(model).muon, 1)
+    plan = make_plan(split_parameters(model).muon, 1, max_batch=1024)  # batches as in the single process
     runtime = make_runtime(mode, model, plan, RuntimeConfig(publish="async"))
     optimizer = DMuon(runtime, LR)
     for batch in batches:
@@ -110,26 +110,37 @@ def _owned(
     return weights, times, counted, expected
 
 
+def _apart(found: dict[str, Tensor], twin: dict[str, Tensor], moved: dict[str, float]) -> tuple[float, str]:
+    """Largest distance of a tensor from its twin as a share of what the twin moved, and its name; NaN stays NaN."""
+    share = {n: float((found[n] - twin[n]).double().norm()) / moved[n] for n in twin}
+    worst = max(share, key=lambda n: float("inf") if share[n] != share[n] else share[n])
+    return share[worst], worst
+
+
 def check_path(report: GpuReport, device: str, mode: Mode, config: DecoderConfig = SMALL, *, steps: int = 4) -> None:
     """Train with owners in a group of one and compare with single-process Muon from the same batches.
 
     On a CPU every bit must be equal. A GPU adds some gradients in no fixed order and rounds in half precision: there,
-    what the weights moved must agree as Newton-Schulz in half precision agrees with itself.
+    the single process is run twice, and owners may stray from it three times as far as it strays from itself, and
+    :data:`~labs.gpu.newton_schulz.ROUNDING` further.
     """
     batches = random_batches(config, steps, device)
     start = {name: p.detach() for name, p in Decoder(config, seed=0).named_parameters()}
     twin = _single_process(config, device, batches)
     found, times, counted, expected = _owned(mode, config, device, batches)
     moved = {n: float((twin[n] - start[n]).double().norm()) for n in twin}
-    apart = {n: float((found[n] - twin[n]).double().norm()) for n in twin}
-    worst = max(twin, key=lambda n: apart[n] / moved[n] if moved[n] else float(apart[n] > 0))
-    share = apart[worst] / moved[worst] if moved[worst] else float("nan")
+    if found.keys() != twin.keys() or min(moved.values()) == 0:
+        report.check(f"{mode}: one rank equals single-process Muon", False, "other names, or weights that never moved")
+        return
+    share, worst = _apart(found, twin, moved)
+    again = 0.0 if device == "cpu" else _apart(_single_process(config, device, batches), twin, moved)[0]
+    limit = 0.0 if device == "cpu" else ROUNDING + 3 * again
     equal = sum(torch.equal(found[n], twin[n]) for n in twin)
-    limit = 0.0 if device == "cpu" else ROUNDING
     text = f"{equal} of {len(twin)} weights have the same bits; {worst} is apart by {share:.1e} of what it moved"
-    good = found.keys() == twin.keys() and min(moved.values()) > 0 and share <= limit
+    text += f", limit {limit:.1e} (the single process from itself: {again:.1e})"
+    values = {"equal": equal, "share": share, "again": again}
     title = f"{mode}, d = {config.d_model}"
-    report.check(f"{title}: one rank equals single-process Muon", good, text, equal=equal, share=share)
+    report.check(f"{title}: one rank equals single-process Muon", share <= limit, text, **values)
     once = bool(times) and set(times.values()) == {steps}
     text = f"{len(times)} matrices, {min(times.values())} to {max(times.values())} times in {steps} steps"
     report.check(f"{title}: every matrix orthogonalised once a step", once, text)
