@@ -31,12 +31,12 @@ from tests.distributed.ranks_of_dmuon import (
     ],
 )
 def test_bits_of_one_process_for_every_owner_map(world_size, publish, plans):
-    assert launch(against_reference, world_size=world_size, args=(publish, plans)) == [[]] * world_size
+    assert launch(against_reference, world_size=world_size, args=(publish, plans), timeout_s=110) == [[]] * world_size
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_every_feature(world_size):
-    for rank, outcomes in enumerate(launch(every_feature, world_size=world_size)):
+    for rank, outcomes in enumerate(launch(every_feature, world_size=world_size, timeout_s=110)):
         assert [name for name, good in outcomes.items() if not good] == [], f"rank {rank}"
 
 
@@ -85,7 +85,7 @@ def test_refusals_say_what_to_do():
         "clear": "on their way",
         "again": "zero_grad() first",
     }
-    for found in launch(refusals, world_size=2):
+    for found in launch(refusals, world_size=2, timeout_s=110):
         assert {k: found.get(k) for k in expected if expected[k] not in found.get(k, "")} == {}
 
 
@@ -117,4 +117,4 @@ SIZES = st.tuples(st.sampled_from([1, 2, 3, 7, 13, 16]), st.sampled_from([1, 2, 
 @settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.lists(SIZES, min_size=1, max_size=4), min_size=6, max_size=6))
 def test_any_shapes(cases):
-    assert launch(shapes, world_size=3, args=([[(1, 7), (7, 1), (1, 1)], *cases],)) == [[]] * 3
+    assert launch(shapes, world_size=3, args=([[(1, 7), (7, 1), (1, 1)], *cases],), timeout_s=110) == [[]] * 3
