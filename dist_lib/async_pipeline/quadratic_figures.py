@@ -47,7 +47,7 @@ def stability_figure(betas: Sequence[float] | None = None) -> Any:
         for name, delay, strength, _ in RUNS
     }
     told = [
-        f"{label}: {', '.join(f'{ends[nesterov, name]:.3g} {name}' for name, *_ in RUNS)}"
+        f"{label}: {', '.join(f'{name} {ends[nesterov, name]:.3g}' for name, *_ in RUNS)}"
         for label, nesterov in READ_OUTS.items()
     ]
     alt = (

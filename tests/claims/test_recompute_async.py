@@ -110,6 +110,17 @@ def recovered_long():
     return _recovered(LONG)
 
 
+@recomputes("delay-recovered-by-seed")
+def recovered_by_seed():
+    pairs = zip(_losses().gaps("adamw", "ef", LONG), _losses().gaps("adamw", "delay", LONG), strict=True)
+    return " and ".join(f"{100 * (1 - left / gap):.0f}" for left, gap in pairs)
+
+
+@recomputes("delay-nadam")
+def nadam():
+    return f"{_gap('nadam', 'delay', LONG):.3f} and {_gap('nadam', 'ef', LONG):.3f}"
+
+
 @recomputes("delay-recovered-short")
 def recovered_short():
     return _recovered(SHORT)
