@@ -57,6 +57,12 @@ def test_the_papers_four_stages():
 def test_rounding_to_nearest_exceeds_the_encoded_share_and_flooring_never_does():
     counts = in_flight(4, 8, 2)
     assert [n * b for n, b in zip(counts, ratio_bits(counts, nearest=True), strict=True)] == [44, 45, 42, 40]
+    assert ratio_bits((9, 8, 7, 2), nearest=True) == (4, 5, 5, 8) and ratio_bits((9, 8, 7, 2), nearest=False)[:3] == (
+        4,
+        4,
+        5,
+    )
+    assert ratio_bits((8, 7), nearest=True) == (4, 5)  # 4.57
     for stages in range(1, 17):
         for chunks in (1, 2, 4):
             counts = in_flight(stages, 2 * stages, chunks)

@@ -198,7 +198,7 @@ def test_bytes_of_a_parameter():
         return float(sum(SYSTEMS[name].parameter_bytes(data).values()))
 
     assert total("bf16") == 18 and total("zero1", 1) == 18 and total("zero1", 8) == 6 + 12 / 8
-    assert total("o") == pytest.approx(12.0, abs=0.05) and total("og") == pytest.approx(9.05, abs=0.05)
+    assert total("o") == 12 + 8 / 256 and total("og") == 9 + 8 / 256 + 4 / 128
     assert set(SYSTEMS) == set(SYSTEM_NAMES)
 
 
