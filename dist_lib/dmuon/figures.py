@@ -220,7 +220,7 @@ def bytes_figure(world: int = 8, *, shards: int | None = None, micro_batches: Se
     }  # type: ignore[misc]
     return viz.figure(
         title=f"Elements sent in a step, {world} ranks",
-        x="elements that a rank sends, in multiples of all matrices' elements",
+        x="sent by a rank (multiples of all matrices)",
         y="mode",
         alt=(
             f"Stacked bars for {len(modes)} modes. With one micro-batch and weights kept, gathering everywhere sends "

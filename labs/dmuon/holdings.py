@@ -74,9 +74,16 @@ def holdings(plan: OwnerPlan, way: str, moment: str) -> dict[str, set[Cell]]:
     return found
 
 
+def short_name(name: str) -> str:
+    """A matrix's name without what all have in common: ``0.gate`` for ``layers.0.mlp.gate_proj.weight``."""
+    for part in ("layers.", "self_attn.", "mlp.", "_proj", ".weight"):
+        name = name.replace(part, "")
+    return name
+
+
 def holdings_figure(plan: OwnerPlan, *, title: str = "Who holds what") -> Any:
     """Ranks as rows, matrices as columns, one mark for each thing held; controls choose the way and the moment."""
-    names = [m.name.removesuffix(".weight").replace("self_attn.", "").replace("mlp.", "") for m in plan.matrices]
+    names = [short_name(m.name) for m in plan.matrices]
     place = {m.name: i for i, m in enumerate(plan.matrices)}
     traces, told = [], []
     for way in WAYS:
@@ -108,7 +115,8 @@ def holdings_figure(plan: OwnerPlan, *, title: str = "Who holds what") -> Any:
             viz.Control(key="way", label="Way", values=list(WAYS), initial=WAYS[0]),
             viz.Control(key="moment", label="Moment", values=list(moments(plan)), initial="update"),
         ],
-        height=230 + 46 * plan.world_size,
+        height=270 + 46 * plan.world_size,
+        legend_y=-120 / (70 + 46 * plan.world_size),  # below the names and the axis title, at any height
         xaxis={"categoryorder": "array", "categoryarray": names, "title": {"text": "matrix"}, "tickangle": -60},
         yaxis=_rows([f"rank {r}" for r in range(plan.world_size)]),
     )
