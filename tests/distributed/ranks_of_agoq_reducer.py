@@ -13,9 +13,14 @@ from dist_lib.agoq.data_parallel import quantize_ddp_gradients, quantize_fsdp_gr
 from dist_lib.agoq.gradients import QuantizedGradients
 from dist_lib.agoq.reducer import QuantizedReducer
 from dist_lib.agoq.wire import GradientFormat, wire_bytes
-from dist_lib.comm import AgreementError, CommCounter, Reducer
+from dist_lib.comm import AgreementError, CommCounter, ExactReducer, Reducer
+from dist_lib.dmuon import DMuon, make_plan
+from dist_lib.dmuon.ddp import DMuonDDP
+from dist_lib.models import Decoder, DecoderConfig
+from dist_lib.optim import split_parameters
 
 EXACT_BELOW = 100
+SHAPE = DecoderConfig(vocab_size=64, d_model=20, n_layers=2, n_heads=2, n_kv_heads=1, d_ff=28, max_seq_len=16)
 
 
 def _digest(tensors):
@@ -245,6 +250,26 @@ def main_gradients():
     return out
 
 
+def owner_sharded_muon():
+    """Weights of a decoder after three steps: digest, and distance from those of exact reduction, relative to the way.
+
+    The runtime knows nothing of formats: it takes a reducer.
+    """
+    ends = {}
+    for name, reducer in (("start", None), ("exact", ExactReducer()), ("8 bits", QuantizedReducer(min_elements=0))):
+        model = Decoder(SHAPE, seed=0)
+        if reducer is not None:
+            plan = make_plan(split_parameters(model).muon, dist.get_world_size())
+            optimizer = DMuon(DMuonDDP(model, plan, reducer=reducer), lr=0.01)
+            for step in range(3):
+                tokens = torch.arange(18).reshape(2, 9) + dist.get_rank() + step
+                model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+                optimizer.step()
+        ends[name] = torch.cat([p.detach().flatten() for p in model.parameters()])
+    way = (ends["exact"] - ends["start"]).norm()
+    return _digest([ends["8 bits"]]), float((ends["8 bits"] - ends["exact"]).norm() / way)
+
+
 def everything():
     """All of the above in one start of the ranks."""
     return {
@@ -253,4 +278,5 @@ def everything():
         "ddp": under_ddp(),
         "fsdp": under_fsdp(),
         "main": main_gradients(),
+        "muon": owner_sharded_muon(),
     }

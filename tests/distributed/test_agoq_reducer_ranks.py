@@ -60,3 +60,9 @@ def test_main_gradients_over_ranks():
         assert all(column("main", ("shards clipped", limit)))
         assert all(column("main", ("bytes", limit)))
     assert set(column("main", ("buckets", 1000))) == {3}  # one matrix each
+
+
+def test_owner_sharded_muon_takes_the_reducer_as_it_is():
+    found = [rank["muon"] for rank in run()]
+    assert len({digest for digest, _ in found}) == 1
+    assert 0 < max(distance for _, distance in found) < 0.3  # both update rules enlarge the small numbers of a gradient
