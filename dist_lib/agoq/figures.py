@@ -188,7 +188,8 @@ def stages_figure(
     base = replace(SYSTEMS["paper"], layout=layout)
     if not base.encodes:
         raise ValueError(f"layout {layout!r} encodes nothing, so stages have no bits: take table1, paper or shared")
-    traces, facts, initial = [], [], RULE_NAMES["paper"] if "paper" in rules else RULE_NAMES[rules[0]]
+    top, traces, facts = 0.0, [], list[str]()
+    initial = RULE_NAMES["paper"] if "paper" in rules else RULE_NAMES[rules[0]]
     for v in chunks:
         t = replace(training, chunks=v)
         limit = peak(stage_memory(t, base)).total / 1e9
@@ -196,6 +197,7 @@ def stages_figure(
             system = replace(base, rule=rule)
             found, plan = stage_memory(t, system), plan_bits(t, system)
             state = {"rule": RULE_NAMES[rule], "chunks": v}
+            top = max(top, peak(found).total / 1e9)
             names = [f"stage {m.stage + 1}" for m in found]
             traces += _kinds(found, names, horizontal=False, meta=state)
             bits = [" and ".join(map(str, plan.bits_of_stage(m.stage) if plan else (4,))) for m in found]
@@ -250,6 +252,7 @@ def stages_figure(
         ],
         rtol=1e-6,
         barmode="stack",
+        yaxis_range=[0, 1.12 * top],
     )
 
 

@@ -152,7 +152,12 @@ def memory_text(report: Mapping[str, Any], model: str) -> str:
             )
             for d in r["systems"].values()
         ]
-        head = (f"in {_gb(r['capacity_bytes'])} GB", "fits", "layers of a stage to recompute", "longest sequence")
+        head = (
+            f"in {r['capacity_bytes'] / 2**30:g} GiB ({_gb(r['capacity_bytes'])} GB)",
+            "fits",
+            "layers of a stage to recompute",
+            "longest sequence",
+        )
         parts.append(table(head, rows))
     return "\n\n".join(parts) + "\n"
 

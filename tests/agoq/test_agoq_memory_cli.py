@@ -35,7 +35,7 @@ def command(capsys, *args):
 def test_memory_prints_tables(capsys):
     status, out, _ = command(capsys, "memory", *RUN, "--gpu", "a6000", "--rule", "budget")
     assert status == 0
-    assert "8.03 billion parameters" in out and "32 devices" in out and "in 49.39 GB" in out
+    assert "8.03 billion parameters" in out and "32 devices" in out and "in 46 GiB (49.39 GB)" in out
     for name, system in SYSTEMS.items():
         total = peak(stage_memory(TRAINING, system)).total / 1e9
         line = next(x for x in out.splitlines() if x.startswith(SYSTEM_NAMES[name]))
