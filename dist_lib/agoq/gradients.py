@@ -168,7 +168,7 @@ class QuantizedGradients:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held: codes and scales, and the float32 gradients of small parameters."""
+        """Bytes held by codes, scales, and the float32 gradients of small parameters."""
         return sum(b.nbytes for b in self._buckets) + self._flat.nbytes
 
     @torch.no_grad()

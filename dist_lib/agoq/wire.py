@@ -152,7 +152,7 @@ class Hops:
 
     @property
     def two(self) -> bool:
-        """Whether messages take two hops: several nodes of several ranks."""
+        """Whether messages take two hops, which they do with several nodes of several ranks."""
         return self.nodes > 1 and self.local > 1
 
     def index(self, rank: int) -> int:
