@@ -60,6 +60,25 @@ def _thousands(tokens: int) -> str:
     return f"{tokens // 1024}K"
 
 
+def _groups(layouts: Sequence[Layout], shape: LayerShape, unit: Fraction, state: Mapping[str, Any]) -> list[Any]:
+    """One set of bars for each group of tensors, GB."""
+    traces = []
+    for index, (group, names) in enumerate(GROUPS.items()):
+        units = [sum(h.units(4, SCALE_BITS) for h in tensors(x, shape) if h.name in names) for x in layouts]
+        traces.append(
+            go.Bar(
+                orientation="h",
+                y=[LAYOUT_NAMES[x] for x in layouts],
+                x=[float(u * unit) / 1e9 for u in units],
+                name=group,
+                marker={"color": viz.SERIES[index]},
+                meta=dict(state),
+                hovertemplate="%{y}: %{x:.3g} GB<extra>" + group + "</extra>",
+            )
+        )
+    return traces
+
+
 def layer_figure(
     models: Sequence[str] = ("llama2-13b", "llama3-8b", "codellama-34b"),
     sequences: Sequence[int] = (8192, 32_768, 131_072),
@@ -81,22 +100,7 @@ def layer_figure(
             for ranks in tensor:
                 unit = Fraction(2 * seq * config.d_model * config.n_layers, ranks)
                 state = {"model": model, "seq": _thousands(seq), "tensor": ranks}
-                for index, (group, names) in enumerate(GROUPS.items()):
-                    sizes = [
-                        float(sum(h.units(4, SCALE_BITS) for h in tensors(x, shape) if h.name in names) * unit) / 1e9
-                        for x in layouts
-                    ]
-                    traces.append(
-                        go.Bar(
-                            orientation="h",
-                            y=[LAYOUT_NAMES[x] for x in layouts],
-                            x=sizes,
-                            name=group,
-                            marker={"color": viz.SERIES[index]},
-                            meta=state,
-                            hovertemplate="%{y}: %{x:.3g} GB<extra>" + group + "</extra>",
-                        )
-                    )
+                traces += _groups(layouts, shape, unit, state)
     return viz.figure(
         title="What the layers keep for one backward pass",
         x="GB on one rank, all layers, one sequence",
@@ -175,6 +179,24 @@ def device_figure(training: Training, *, systems: Mapping[str, System] = SYSTEMS
     )
 
 
+_QUIET: Mapping[str, Any] = {"color": viz.WORK["idle"], "hovertemplate": "%{y:.3g} GB"}
+
+
+def _labels(found: Sequence[StageMemory], names: Sequence[str], bits: Sequence[str], state: Mapping[str, Any]) -> Any:
+    """What is in flight and the bits, above the bars."""
+    return go.Scatter(
+        x=list(names),
+        y=[m.total / 1e9 for m in found],
+        mode="text",
+        text=[f"{m.in_flight} in flight, {b} bits" for m, b in zip(found, bits, strict=True)],
+        textposition="top center",
+        name="in flight, bits",
+        showlegend=False,
+        meta=dict(state),
+        hoverinfo="skip",
+    )
+
+
 def stages_figure(
     training: Training, *, layout: Layout = "paper", chunks: Sequence[int] = (1, 2), rules: Sequence[Rule] = RULES
 ) -> Any:
@@ -203,29 +225,9 @@ def stages_figure(
             bits = [" and ".join(map(str, plan.bits_of_stage(m.stage) if plan else (4,))) for m in found]
             if v == chunks[0] and rule in ("paper", "budget"):
                 facts.append(f"{RULE_NAMES[rule]} bits {', '.join(bits)}")
-            traces.append(
-                go.Scatter(
-                    x=names,
-                    y=[m.total / 1e9 for m in found],
-                    mode="text",
-                    text=[f"{m.in_flight} in flight, {b} bits" for m, b in zip(found, bits, strict=True)],
-                    textposition="top center",
-                    name="in flight, bits",
-                    showlegend=False,
-                    meta=state,
-                    hoverinfo="skip",
-                )
-            )
+            traces.append(_labels(found, names, bits, state))
         traces.append(
-            go.Scatter(
-                x=[f"stage {s + 1}" for s in range(t.stages)],
-                y=[limit] * t.stages,
-                mode="lines",
-                name="peak with 4 bits everywhere",
-                line={"color": viz.WORK["idle"], "dash": "dot", "width": 2},
-                meta={"chunks": v},
-                hovertemplate="%{y:.3g} GB",
-            )
+            viz.line(names, [limit] * t.stages, "peak with 4 bits everywhere", index=2, **_QUIET, meta={"chunks": v})
         )
     held = ", ".join(str(m.in_flight) for m in stage_memory(replace(training, chunks=chunks[0]), base))
     return viz.figure(
