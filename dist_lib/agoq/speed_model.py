@@ -1,9 +1,10 @@
 """Where a speed-up comes from when memory is short: from layers that need not be computed again.
 
 A baseline that computes ``R`` of a stage's ``L`` layers again in its backward pass spends ``1 + f R / L`` of the time
-of one that does not, where ``f`` is the forward pass's share; encoding and decoding cost a factor of their own. Both come
-from the paper's tables 5 and 6 (arXiv 2605.00539), so that its table 2 follows without a number fitted to it. It is our
-derivation, and a model: nothing is timed here. Gradients in 8 bits do not enter: table 2 has two data-parallel ranks.
+of one that does not, where ``f`` is the forward pass's share; encoding and decoding cost a factor of their own. Both
+come from the paper's tables 5 and 6 (arXiv 2605.00539), so that its table 2 follows without a number fitted to it. It
+is our derivation, and a model: nothing is timed here. Gradients in 8 bits do not enter: table 2 has two data-parallel
+ranks.
 """
 
 from __future__ import annotations
