@@ -192,9 +192,9 @@ def _exposed(world: int, compute: float) -> float:
 EQUATIONS = [
     Equation(
         label="update",
-        latex=r"\bar g = \frac1R\sum_{r=1}^{R} g_r, \qquad B \leftarrow \mu B + \bar g, \qquad "
-        r"W \leftarrow (1-\eta\lambda)\, W - 0.2\,\eta\sqrt{\max(\text{rows}, \text{cols})}\; "
-        r"\mathrm{NS}(\bar g + \mu B)",
+        latex=r"\begin{aligned} \bar g &= \frac1R\sum_{r=1}^{R} g_r, \qquad B \leftarrow \mu B + \bar g, \\ "
+        r"W &\leftarrow (1-\eta\lambda)\, W - 0.2\,\eta\sqrt{\max(\text{rows}, \text{cols})}\; "
+        r"\mathrm{NS}(\bar g + \mu B) \end{aligned}",
         implemented_by="dist_lib.optim.Muon",
         evaluate=_update,
         library=_muon,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import plotly.graph_objects as go
@@ -13,10 +12,10 @@ from dist_lib.dmuon.plan import OwnerPlan
 
 WAYS = ("everyone does everything", "owners, weights everywhere", "owners, weights fetched")
 THINGS = {
-    "weight": ("weights in use", "square", 22, viz.WORK["forward"]),
-    "momentum": ("momentum", "diamond", 13, viz.WORK["idle"]),
-    "gradient": ("gradient", "circle", 8, viz.WORK["stale"]),
-    "work": ("Newton-Schulz runs here", "star", 11, viz.WORK["optimizer"]),
+    "weight": ("weight in use", "square", (-0.2, 0.18), viz.WORK["forward"]),
+    "momentum": ("momentum", "diamond", (0.2, 0.18), viz.WORK["idle"]),
+    "gradient": ("gradient", "circle", (-0.2, -0.18), viz.WORK["stale"]),
+    "work": ("Newton-Schulz runs here", "star", (0.2, -0.18), viz.WORK["optimizer"]),
 }
 Cell = tuple[int, str]
 
@@ -81,9 +80,15 @@ def short_name(name: str) -> str:
     return name
 
 
+def _short(name: str) -> str:
+    """``2 down`` of ``layers.2.mlp.down_proj.weight``."""
+    number = layer_of(name).rsplit(".", 1)[-1]
+    return f"{number} {name.removesuffix('.weight').rsplit('.', 1)[-1].removesuffix('_proj')}"
+
+
 def holdings_figure(plan: OwnerPlan, *, title: str = "Who holds what") -> Any:
     """Ranks as rows, matrices as columns, one mark for each thing held; controls choose the way and the moment."""
-    names = [short_name(m.name) for m in plan.matrices]
+    names = [_short(m.name) for m in plan.matrices]
     place = {m.name: i for i, m in enumerate(plan.matrices)}
     traces, told = [], []
     for way in WAYS:
@@ -91,22 +96,23 @@ def holdings_figure(plan: OwnerPlan, *, title: str = "Who holds what") -> Any:
             found = holdings(plan, way, moment)
             if moment == "update":
                 told.append(f"{way}: Newton-Schulz runs {len(found['work'])} times")
-            for key, (label, symbol, size, color) in THINGS.items():
+            for key, (label, symbol, (dx, dy), color) in THINGS.items():
                 cells = sorted(found[key], key=lambda c: (c[0], place[c[1]]))
                 traces.append(
                     go.Scatter(
-                        x=[names[place[n]] for _, n in cells],
-                        y=[f"rank {r}" for r, _ in cells],
+                        x=[place[n] + dx for _, n in cells],
+                        y=[r - dy for r, _ in cells],
                         mode="markers",
                         name=label,
-                        marker={"symbol": symbol, "size": size, "color": color, "opacity": 0.9},
+                        marker={"symbol": symbol, "size": 9, "color": color},
+                        customdata=[f"rank {r}: {label} of {names[place[n]]}" for r, n in cells],
                         meta={"way": way, "moment": moment},
-                        hovertemplate="%{y}: " + label + " of %{x}<extra></extra>",
+                        hovertemplate="%{customdata}<extra></extra>",
                     )
                 )
     return viz.figure(
         title=title,
-        x="matrix",
+        x="layer and matrix",
         y="rank",
         alt=f"A grid of {plan.world_size} ranks and {len(names)} matrices, one mark for each thing that a rank holds. "
         + "; ".join(told),
@@ -115,12 +121,20 @@ def holdings_figure(plan: OwnerPlan, *, title: str = "Who holds what") -> Any:
             viz.Control(key="way", label="Way", values=list(WAYS), initial=WAYS[0]),
             viz.Control(key="moment", label="Moment", values=list(moments(plan)), initial="update"),
         ],
-        height=270 + 46 * plan.world_size,
-        legend_y=-120 / (70 + 46 * plan.world_size),  # below the names and the axis title, at any height
-        xaxis={"categoryorder": "array", "categoryarray": names, "title": {"text": "matrix"}, "tickangle": -60},
-        yaxis=_rows([f"rank {r}" for r in range(plan.world_size)]),
+        height=260 + 56 * plan.world_size,
+        xaxis={
+            "tickvals": list(range(len(names))),
+            "ticktext": names,
+            "tickangle": -90,
+            "range": [-0.6, len(names) - 0.4],
+            "title": {"text": "layer and matrix", "standoff": 8},
+        },
+        yaxis={
+            "tickvals": list(range(plan.world_size)),
+            "range": [plan.world_size - 0.4, -0.6],
+            "title": {"text": "rank"},
+            "zeroline": False,
+        },
+        legend={"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "x": 0},
+        margin={"b": 130},
     )
-
-
-def _rows(labels: Sequence[str]) -> dict[str, Any]:
-    return {"categoryorder": "array", "categoryarray": list(labels)[::-1], "title": {"text": "rank"}}

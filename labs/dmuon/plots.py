@@ -149,7 +149,7 @@ def timeline_figure(events: Sequence[Event], *, title: str = "Recorded: one step
         controls=[viz.Control(key="layer", label="Layer", values=[ALL, *layers], initial=ALL)],
         rtol=1e9,  # times of a run are never the same again
         barmode="overlay",
-        height=200 + 60 * len(ranks),
+        height=330 + 60 * len(ranks),
         yaxis={"categoryorder": "array", "categoryarray": rows[::-1], "title": {"text": "rank"}},
     )
 
