@@ -8,10 +8,14 @@ from pathlib import Path
 import pytest
 
 from dist_lib.comm import distributed, launch
+from dist_lib.dmuon import make_plan
 from dist_lib.dmuon.events import Event
+from dist_lib.dmuon.workloads import workload
 from labs import grading
+from labs.dmuon.holdings import WAYS, holdings, holdings_figure, moments
 from labs.dmuon.plots import figures, one_step, recorded_events, timeline_figure
 from labs.dmuon.run import LAB, Config
+from labs.dmuon.shares import kernel_shares, stages
 from labs.framework import SCALES, RunContext, load_scale
 from labs.grading import exercise_names, grade_file
 from labs.running import Request, execute
@@ -173,6 +177,38 @@ def test_a_batch_that_the_ranks_do_not_divide_is_refused(tmp_path):
 
     with pytest.raises(RankError, match="batch_size = 3 must be a multiple of the 2 ranks"):
         launch(trained, world_size=2, args=(dataclasses.replace(SMALL, batch_size=3), str(tmp_path)))
+
+
+def test_what_ranks_hold_follows_the_plan():
+    plan = make_plan(workload("tiny-0.3m"), 3)
+    names, owned = {m.name for m in plan.matrices}, {(plan.owner(m.name), m.name) for m in plan.matrices}
+    everyone, kept, fetched = WAYS
+    rest, forward, backward, update = moments(plan)
+    assert holdings(plan, everyone, update)["work"] == {(r, n) for r in range(3) for n in names}
+    for way in (kept, fetched):
+        found = holdings(plan, way, update)
+        assert found["work"] == found["momentum"] == found["gradient"] == owned
+    assert holdings(plan, fetched, rest)["weight"] == owned
+    at_work = {n for r, n in holdings(plan, fetched, forward)["weight"] - owned}
+    assert {n.split(".")[1] for n in at_work} == {"1", "2"}  # the layer and the next one
+    gradients = holdings(plan, kept, backward)["gradient"]
+    assert {n.split(".")[1] for _, n in gradients} == {"1", "2"}
+    assert {(r, n) for r, n in gradients if n.startswith("layers.2.")} == {
+        (r, n) for r, n in owned if n.startswith("layers.2.")
+    }
+    shown = [t for t in holdings_figure(plan).data if t.visible]
+    assert [len(t.x) for t in shown] == [63] * 4
+    with pytest.raises(ValueError, match="moments"):
+        holdings(plan, kept, "never")
+
+
+def test_shares_of_the_gain_depend_on_the_order():
+    found = stages("wallx", 128, gradient_bytes=4)
+    assert found["neither"] > found["kernel"] > found["owners"] > found["both"]
+    first, last = kernel_shares("wallx", 128, gradient_bytes=4)
+    whole = found["neither"] - found["both"]
+    owners_after = (found["kernel"] - found["both"]) / whole
+    assert first + owners_after == pytest.approx(1) and 0 < last < first
 
 
 FILES = sorted((grading.ROOT / "dmuon" / "exercises").rglob("*.py"))
