@@ -8,16 +8,8 @@ from hypothesis import strategies as st
 
 from dist_lib.comm import RankError, launch
 from dist_lib.dmuon.events import exposed_seconds
-from tests.distributed.ranks_of_dmuon import (
-    against_reference,
-    disagreements,
-    every_feature,
-    long_run,
-    one_dies,
-    refusals,
-    shapes,
-    timeline,
-)
+from tests.distributed.ranks_of_dmuon import against_reference, every_feature
+from tests.distributed.ranks_of_dmuon_faults import disagreements, long_run, one_dies, refusals, shapes, timeline
 
 
 @pytest.mark.parametrize(
