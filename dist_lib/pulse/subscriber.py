@@ -54,7 +54,7 @@ def _listed(store: Store, kind: str | None = None) -> list[int]:
     """Versions with a marker, ascending; empty where the store cannot be listed."""
     try:
         names = [n.rpartition("/")[2].partition(".") for n in store.names("versions")]
-    except (OSError, NotImplementedError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         logger.info("%s cannot be listed: %s", store.url, error)
         return []
     return sorted({int(n) for n, _, k in names if n.isdigit() and k in ((kind,) if kind else ("patch", "anchor"))})
