@@ -116,9 +116,33 @@ def recovered_by_seed():
     return " and ".join(f"{100 * (1 - left / gap):.0f}" for left, gap in pairs)
 
 
+def _both(optimizer):
+    return f"{_gap(optimizer, 'delay', LONG):.3f} and {_gap(optimizer, 'ef', LONG):.3f}"
+
+
 @recomputes("delay-nadam")
 def nadam():
-    return f"{_gap('nadam', 'delay', LONG):.3f} and {_gap('nadam', 'ef', LONG):.3f}"
+    return _both("nadam")
+
+
+@recomputes("delay-adan")
+def adan():
+    return _both("adan")
+
+
+@recomputes("delay-soap")
+def soap():
+    return _both("soap")
+
+
+@recomputes("delay-normuon")
+def normuon():
+    return _both("normuon")
+
+
+@recomputes("delay-lion")
+def lion():
+    return _both("lion")
 
 
 @recomputes("delay-recovered-short")
