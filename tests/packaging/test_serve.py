@@ -14,7 +14,14 @@ import pytest
 from tools.serve_book import HOST, serve
 
 ROOT = Path(__file__).resolve().parents[2]
-RUN = "import sys; from pathlib import Path; from tools.serve_book import serve; sys.exit(serve(Path(sys.argv[1]), 0))"
+# A shell that started the tests in the background has switched Ctrl-C off for everything below it.
+RUN = """
+import signal, sys
+from pathlib import Path
+from tools.serve_book import serve
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.exit(serve(Path(sys.argv[1]), 0))
+"""
 
 
 @pytest.fixture
