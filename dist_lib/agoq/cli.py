@@ -9,8 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,8 @@ from dist_lib.agoq.memory_report import (
     paper_report,
     paper_text,
 )
+from dist_lib.commands import Add, run_command
 from dist_lib.models import CONFIGS, get_config
-
-Run = Callable[[argparse.Namespace], str]
 
 
 def tokens(text: str) -> int:
@@ -166,28 +164,11 @@ def add_paper(commands: Any) -> None:
     p.set_defaults(run=run_paper)
 
 
-COMMANDS: tuple[Callable[[Any], None], ...] = (add_memory, add_bits, add_paper)
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The parser with all sub-commands."""
-    parser = argparse.ArgumentParser(
-        prog="python -m dist_lib.agoq", description="Memory of training, with activations and gradients in few bits."
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in COMMANDS:
-        add(commands)
-    return parser
+COMMANDS: tuple[Add, ...] = (add_memory, add_bits, add_paper)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a sub-command; return the exit status."""
-    args = build_parser().parse_args(argv)
-    run: Run = args.run
-    try:
-        text = run(args)
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 2
-    sys.stdout.write(text)
-    return 0
+    return run_command(
+        "dist_lib.agoq", "Memory of training, with activations and gradients in few bits.", COMMANDS, argv
+    )

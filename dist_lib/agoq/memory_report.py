@@ -5,7 +5,7 @@ Everything comes from :mod:`dist_lib.agoq.memory_model`; GB are 10^9 bytes, GiB 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from dist_lib.agoq.memory_model import (
 from dist_lib.agoq.paper_tables import layer_table, memory_table, recompute_table, saving_table
 from dist_lib.agoq.published import INCONSISTENCIES
 from dist_lib.agoq.speed_model import published_speed, speed_table
+from dist_lib.commands import table
 from dist_lib.models import parameter_counts
 
 GPUS: Mapping[str, int] = {
@@ -41,17 +42,6 @@ GPUS: Mapping[str, int] = {
 }
 """Nominal GiB of a device."""
 SHOWN: tuple[Layout, ...] = ("bf16", "coat", "paper", "shared")
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns aligned with spaces, the first to the left and the others to the right."""
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-
-    def line(row: Sequence[str]) -> str:
-        cells = [row[0].ljust(widths[0])] + [cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)]
-        return "  ".join(cells).rstrip()
-
-    return "\n".join([line(head), "  ".join("-" * w for w in widths), *map(line, rows)])
 
 
 def _gb(count: float) -> str:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 from dist_lib.comm import NetworkModel
+from dist_lib.commands import Add, run_command
 from dist_lib.dmuon.bytes import Mode, Sizes
 from dist_lib.dmuon.cost_model import Hardware, a800_cost
 from dist_lib.dmuon.costs import Cost, FlopCost, MeasuredCost
@@ -22,8 +22,6 @@ from dist_lib.dmuon.plan_report import Setting, plan_report, plan_text
 from dist_lib.dmuon.verify import add_verify
 from dist_lib.dmuon.workloads import WORKLOADS, workload
 from dist_lib.models import CONFIGS, parameter_counts, training_flops
-
-Run = Callable[[argparse.Namespace], str]
 
 
 def _matrices(args: argparse.Namespace) -> tuple[MatrixSpec, ...]:
@@ -133,27 +131,9 @@ def add_plan(commands: Any) -> None:
     p.set_defaults(run=run_plan)
 
 
-COMMANDS: tuple[Callable[[Any], None], ...] = (add_plan, add_verify)
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The parser with all sub-commands."""
-    parser = argparse.ArgumentParser(prog="python -m dist_lib.dmuon", description="Plans of owner-sharded Muon.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for add in COMMANDS:
-        add(commands)
-    return parser
+COMMANDS: tuple[Add, ...] = (add_plan, add_verify)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a sub-command; return the exit status."""
-    args = build_parser().parse_args(argv)
-    run: Run = args.run
-    try:
-        text = run(args)
-    except (ValueError, KeyError, OSError, ModuleNotFoundError) as error:
-        message = error.args[0] if isinstance(error, KeyError) else error
-        sys.stderr.write(f"error: {message}\n")
-        return 2
-    sys.stdout.write(text)
-    return 0
+    return run_command("dist_lib.dmuon", "Plans of owner-sharded Muon.", COMMANDS, argv)

@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 from dist_lib.comm import NetworkModel
+from dist_lib.commands import table
 from dist_lib.dmuon.bytes import MODES, MemoryBytes, Mode, Sizes, step_memory, step_payload, wire_share
 from dist_lib.dmuon.cost_model import Hardware, exposed_seconds, saturation_ranks, times_of_plan
 from dist_lib.dmuon.costs import Cost
@@ -122,17 +123,6 @@ def _layer_elements(plan: OwnerPlan) -> list[int]:
     for m in plan.matrices:
         found[layer_of(m.name)] = found.get(layer_of(m.name), 0) + m.numel
     return list(found.values())
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns aligned with spaces, the first to the left and the others to the right."""
-    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
-
-    def line(row: Sequence[str]) -> str:
-        cells = [row[0].ljust(widths[0])] + [cell.rjust(w) for cell, w in zip(row[1:], widths[1:], strict=True)]
-        return "  ".join(cells).rstrip()
-
-    return "\n".join([line(head), "  ".join("-" * w for w in widths), *map(line, rows)])
 
 
 def _load(value: float, unit: str) -> str:

@@ -15,7 +15,8 @@ from dist_lib.agoq.figures import (
 )
 from dist_lib.agoq.layer_memory import LAYOUT_NAMES, LayerShape, layer_units, statistics_bytes
 from dist_lib.agoq.memory_model import SYSTEM_NAMES, SYSTEMS, Training, peak, stage_memory
-from dist_lib.agoq.memory_report import GPUS, table
+from dist_lib.agoq.memory_report import GPUS
+from dist_lib.commands import table
 from dist_lib.models import get_config
 
 RUN = ["--model", "llama3-8b", "--seq", "32k", "--tp", "8", "--pp", "4"]
