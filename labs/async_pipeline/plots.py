@@ -74,9 +74,9 @@ def loss_figure(record: RunRecord) -> Any:
             y = mean_curve(record, f"{optimizer} {variant}")
             traces.append(viz.line(range(1, len(y) + 1), y, word, index=index, meta={"optimizer": label}))
     return viz.figure(
-        title="The same batches, three ways",
+        title=f"The same batches, three ways; mean of {WINDOW} steps",
         x="step",
-        y=f"training loss, mean of {WINDOW} steps (nats a byte)",
+        y="training loss (nats a byte)",
         alt="Training loss against the step for synchronous training, for gradients that are one step old, and for old "
         "gradients with error feedback.",
         traces=traces,

@@ -173,9 +173,9 @@ def loss_figure(record: RunRecord) -> Any:
         y = mean_curve(record, name)
         traces.append(viz.line(range(1, len(y) + 1), y, LABELS[name], index=index))
     return viz.figure(
-        title="The same batches, every way",
+        title=f"The same batches, every way; mean of {WINDOW} steps",
         x="step",
-        y=f"training loss, mean of {WINDOW} steps (nats a byte)",
+        y="training loss (nats a byte)",
         alt="Training loss against the step. The curves of all kinds of Muon lie on each other; AdamW has its own.",
         traces=traces,
     )
