@@ -1,9 +1,10 @@
 """Sparse weight sync: only the cells whose bits changed travel, and the receiver ends with the very same bits.
 
 After *Understanding and Exploiting Weight Update Sparsity for Communication-Efficient Distributed RL*
-(arXiv:2602.03839). Measure sparsity (:mod:`~dist_lib.pulse.sparsity`); make, code and apply patches (:func:`diff`,
-:func:`encode`, :func:`decode`, :func:`apply`); publish versions into a store and follow them (:class:`Publisher`,
-:class:`Subscriber`, :class:`Store`). Coding needs ``pip install 'dist-lib[pulse]'``; importing this package does not.
+(arXiv:2602.03839). Measure sparsity (:mod:`~dist_lib.pulse.sparsity_measures`); make, code and apply patches
+(:func:`diff`, :func:`encode`, :func:`decode`, :func:`apply`); publish versions into a store and follow them
+(:class:`Publisher`, :class:`Subscriber`, :class:`Store`). Coding needs ``pip install 'dist-lib[pulse]'``; importing
+this package does not.
 """
 
 from dist_lib.pulse.codecs import CODECS
@@ -12,7 +13,7 @@ from dist_lib.pulse.format import Limits, Patch
 from dist_lib.pulse.manifest import SignatureError
 from dist_lib.pulse.patch import apply, apply_in_place, changed_cells, decode, diff, encode
 from dist_lib.pulse.publisher import Published, Publisher, Retention, clean
-from dist_lib.pulse.sparsity import SparsityRecorder, cast_state, count_changes, sparsity
+from dist_lib.pulse.sparsity_measures import SparsityRecorder, cast_state, count_changes, sparsity
 from dist_lib.pulse.state import StateDigest, digest_state
 from dist_lib.pulse.store import MissingObjectError, Retry, Store
 from dist_lib.pulse.subscriber import Subscriber, Update

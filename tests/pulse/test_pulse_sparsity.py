@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dist_lib.pulse.errors import StateError
-from dist_lib.pulse.sparsity import (
+from dist_lib.pulse.sparsity_measures import (
     SparsityRecorder,
     adam_bound,
     adam_bound_sharp,
