@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from dist_lib.comm import NetworkModel
 from dist_lib.dmuon.costs import Cost, DeviceCost, FlopCost, MeasuredCost, oriented
@@ -338,10 +339,19 @@ def remedies(specs: Sequence[MatrixSpec], world: int, *, hardware: Hardware | No
     )
 
 
-def exposed_seconds(
+class LayerTimes(NamedTuple):
+    """When one layer's weights travel and when it computes, in seconds from the start of the forward pass."""
+
+    send_begin: float
+    send_end: float
+    compute_begin: float
+    compute_end: float
+
+
+def overlap(
     plan: OwnerPlan, layers: Sequence[Sequence[str]], compute_s: float, network: NetworkModel, *, itemsize: int = 2
-) -> float:
-    """Waiting for published weights: ``sum over layers of max(0, t_broadcast(l) - t_compute(l - 1))``.
+) -> tuple[LayerTimes, ...]:
+    """Forward pass with published weights fetched one layer ahead: a layer's travel while the one before it computes.
 
     Owners of one layer send at once through one link of each receiver, so a layer's broadcasts take as long as all its
     bytes; the first layer has nothing to hide behind.
@@ -354,11 +364,25 @@ def exposed_seconds(
         itemsize: of a published weight.
     """
     numel = {m.name: m.numel for m in plan.matrices}
-    total = 0.0
-    for position, names in enumerate(layers):
+    found: list[LayerTimes] = []
+    for names in layers:
         took = network.broadcast(itemsize * sum(numel[n] for n in names), plan.world_size)
-        total += max(0.0, took - (compute_s if position else 0.0))
-    return total
+        sent = found[-1].compute_begin if found else 0.0
+        begin = max(sent + took, found[-1].compute_end if found else 0.0)
+        found.append(LayerTimes(sent, sent + took, begin, begin + compute_s))
+    return tuple(found)
+
+
+def exposed_seconds(
+    plan: OwnerPlan, layers: Sequence[Sequence[str]], compute_s: float, network: NetworkModel, *, itemsize: int = 2
+) -> float:
+    """Waiting for published weights: ``sum over layers of max(0, t_broadcast(l) - t_compute(l - 1))``.
+
+    What :func:`overlap` leaves of the forward pass besides computing; arguments as there.
+    """
+    times = overlap(plan, layers, compute_s, network, itemsize=itemsize)
+    free = [0.0, *(t.compute_end for t in times)]
+    return sum(t.compute_begin - before for t, before in zip(times, free, strict=False))
 
 
 def a800_cost(fallback: Hardware | None = None, specs: Sequence[MatrixSpec] = ()) -> MeasuredCost:

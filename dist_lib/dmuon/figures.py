@@ -12,8 +12,9 @@ from typing import Any
 import plotly.graph_objects as go
 
 from dist_lib import viz
+from dist_lib.comm import NetworkModel
 from dist_lib.dmuon.bytes import MODES, Mode, wire_parts
-from dist_lib.dmuon.cost_model import Hardware, Row, balance_table, reproduction_table, saturation_ranks
+from dist_lib.dmuon.cost_model import Hardware, Row, balance_table, overlap, reproduction_table, saturation_ranks
 from dist_lib.dmuon.costs import Cost
 from dist_lib.dmuon.layout import natural_key
 from dist_lib.dmuon.plan import MatrixSpec, Method, OwnerPlan, make_plan
@@ -242,6 +243,62 @@ def bytes_figure(world: int = 8, *, shards: int | None = None, micro_batches: Se
         height=460,
         xaxis_range=[0, 1.05 * top],
         yaxis={"autorange": "reversed", "title": {"text": "mode"}},
+    )
+
+
+def overlap_figure(
+    plan: OwnerPlan,
+    layers: Sequence[Sequence[str]],
+    network: NetworkModel,
+    *,
+    compute_ms: Sequence[float] = (5, 10, 20, 40),
+    title: str = "New weights travel behind the layer before",
+) -> Any:
+    """One rank's link and its compute over the forward pass of some layers; a slider sets the time of a layer.
+
+    Args:
+        plan: owners.
+        layers: names of each layer's matrices, in the order of use.
+        network: one rank's link.
+        compute_ms: milliseconds of one layer's forward pass, the choices of the slider.
+        title: of the figure.
+
+    Times are modelled by :func:`dist_lib.dmuon.cost_model.overlap`.
+
+    Raises:
+        ValueError: no layers, or fewer than two times.
+    """
+    if not layers or len(compute_ms) < 2:
+        raise ValueError(f"{len(layers)} layers and {len(compute_ms)} times: need at least one layer and two times")
+    names = {"communication": "weights travel", "forward": "layer computes", "idle": "layer waits for weights"}
+    traces, facts = [], []
+    for ms in compute_ms:
+        times, free = overlap(plan, layers, ms / 1e3, network), 0.0
+        spans: list[tuple[str, float, float, str]] = []
+        for t in times:
+            spans += [("link", 1e3 * t.send_begin, 1e3 * t.send_end, "communication")]
+            spans += [("compute", 1e3 * free, 1e3 * t.compute_begin, "idle")] if t.compute_begin > free else []
+            spans += [("compute", 1e3 * t.compute_begin, 1e3 * t.compute_end, "forward")]
+            free = t.compute_end
+        waited = sum(end - begin for _, begin, end, kind in spans if kind == "idle")
+        facts.append(f"{waited:.0f} ms with {ms:g} ms a layer")
+        traces += viz.timeline(spans, labels=names, meta={"ms": ms})
+    return viz.figure(
+        title=title,
+        x=f"time from the start of the forward pass (ms, modelled, first {len(layers)} layers)",
+        y="resource",
+        alt=(
+            f"Two rows over time for {len(layers)} layers: the link sends a layer's weights while the layer before it "
+            f"computes. Waiting in all: {', '.join(facts)}"
+        ),
+        traces=traces,
+        controls=[
+            viz.Control(key="ms", label="Forward of a layer (ms)", values=list(compute_ms), initial=compute_ms[1])
+        ],
+        rtol=1e-6,
+        barmode="overlay",
+        height=300,
+        yaxis={"categoryorder": "array", "categoryarray": ["compute", "link"], "title": {"text": "resource"}},
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 NAMES = ("dmuon", "replicated", "gather", "all-to-all", "adamw")
-MODES = ("ddp", "fsdp-keep", "fsdp-free")
+MODES = ("ddp", "fsdp-keep", "fsdp-free", "hsdp-keep", "hsdp-free")
 METHODS = ("lpt", "milp", "round_robin", "rank0")
 
 
@@ -21,7 +21,9 @@ class Config:
         lr: peak learning rate of Muon and of AdamW beside it.
         adamw_lr: of AdamW for everything.
         compared: other methods that are trained, of ``replicated``, ``gather``, ``all-to-all`` and ``adamw``.
-        mode: of the owners: ``ddp``, or FSDP2 with weights kept (``fsdp-keep``) or freed (``fsdp-free``) after forward.
+        mode: of the owners: ``ddp``, or FSDP2 with weights kept (``fsdp-keep``) or freed (``fsdp-free``) after forward,
+            or the same in groups of ``shards`` ranks of which each holds a replica (``hsdp-keep``, ``hsdp-free``).
+        shards: ranks of a replica in the two ``hsdp`` modes, where they must divide the ranks; else without effect.
         publish: ``sync``, or ``async``, when each layer waits for its new weights just before it runs.
         owners: how they are chosen: ``lpt``, ``milp``, ``round_robin`` or ``rank0``.
         ordered: add gradients in rank order, so that any number of ranks has the bits of a single process.
@@ -39,6 +41,7 @@ class Config:
     adamw_lr: float
     compared: tuple[str, ...] = ("replicated", "gather", "adamw")
     mode: str = "ddp"
+    shards: int = 2
     publish: str = "async"
     owners: str = "lpt"
     ordered: bool = True
@@ -48,7 +51,7 @@ class Config:
     save_every: int = 50
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "seq_len"):
+        for name in ("steps", "batch_size", "seq_len", "shards"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
         for name in ("lr", "adamw_lr"):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dist_lib.comm import CommCounter, ExactReducer
 from dist_lib.dmuon.baselines import BASELINES, Baseline
@@ -66,13 +66,17 @@ class Method:
             return counter.bytes("reduce") + counter.bytes("broadcast")
         return counter.bytes()
 
-    def formula(self, rank: int, mode: str) -> int:
-        """Bytes of one step after the first, by the formulas: matrices, other parameters, and the ranks' flags."""
+    def formula(self, rank: int, mode: str, shards: int | None = None) -> int:
+        """Bytes of one step after the first, by the formulas: matrices, other parameters, and the ranks' flags.
+
+        ``shards`` is the number of ranks of a replica, for the two HSDP modes.
+        """
         split = split_parameters(self.model)
         world, every = self.plan.world_size, len(split.muon) + len(split.adamw)
         others = [p.numel() for _, p in split.adamw]
         if self.runtime is not None:
-            matrices = sum(step_payload(mode, self.plan)[rank].values())  # type: ignore[arg-type]
+            sizes = Sizes(shards=shards if mode.startswith("hsdp") else None)
+            matrices = sum(step_payload(mode, self.plan, sizes)[rank].values())  # type: ignore[arg-type]
             if isinstance(self.runtime, DMuonFSDP):
                 return matrices
             return matrices + sum(rest_payload(others, world).values()) + self.runtime.reduction.control_bytes + 8
@@ -103,6 +107,20 @@ def owner_plan(model: Decoder, config: Config, world: int) -> OwnerPlan:
     return make_plan(split_parameters(model).muon, world, method=config.owners)  # type: ignore[arg-type]
 
 
+def device_mesh(config: Config, world: int, device: torch.device) -> DeviceMesh:
+    """Mesh of an FSDP mode: all ranks share one set of weights, or groups of ``shards`` ranks share one each.
+
+    Raises:
+        ValueError: ``shards`` does not divide the ranks.
+    """
+    if not config.mode.startswith("hsdp"):
+        return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
+    if world % config.shards:
+        raise ValueError(f"mode {config.mode!r}: shards = {config.shards} must divide the {world} ranks")
+    mesh_shape = (world // config.shards, config.shards)
+    return init_device_mesh(device.type, mesh_shape, mesh_dim_names=("replicate", "shard"))
+
+
 def build(name: str, config: Config, *, seed: int, world: int, device: torch.device) -> Method:
     """Make a model and one of the methods on it. Collective.
 
@@ -121,8 +139,7 @@ def build(name: str, config: Config, *, seed: int, world: int, device: torch.dev
     if config.mode == "ddp":
         runtime = DMuonDDP(model, plan, config=settings, reducer=reducer)
     else:
-        mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
-        freed = config.mode == "fsdp-free"
+        freed, mesh = config.mode.endswith("free"), device_mesh(config, world, device)
         runtime = DMuonFSDP(model, plan, mesh=mesh, reshard_after_forward=freed, config=settings, reducer=reducer)
     return Method(name, model, plan, DMuon(runtime, config.lr, **options), runtime, config.lr)
 

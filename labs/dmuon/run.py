@@ -98,7 +98,7 @@ def train_once(name: str, config: Config, context: RunContext, before: int, tota
         context.log_step(before + step + 1, total, **{name: loss})
         if last:
             outcome.counted = of_every_rank(method.payload(counter), context)
-            outcome.formula = of_every_rank(method.formula(context.dist.rank, config.mode), context)
+            outcome.formula = of_every_rank(method.formula(context.dist.rank, config.mode, config.shards), context)
         elif runtime is not None and config.save_every and (step + 1) % config.save_every == 0:
             assert isinstance(method.optimizer, DMuon)
             if latest_checkpoint(folder) is None or step + 1 > first:

@@ -2,10 +2,11 @@
 
 import pytest
 
+from dist_lib.comm import NetworkModel
 from dist_lib.dmuon import DeviceCost, FlopCost, make_plan
 from dist_lib.dmuon.bytes import MODES, wire_share
-from dist_lib.dmuon.cost_model import reproduction_table
-from dist_lib.dmuon.figures import balance_figure, bytes_figure, owners_figure, reproduction_figure
+from dist_lib.dmuon.cost_model import exposed_seconds, reproduction_table
+from dist_lib.dmuon.figures import balance_figure, bytes_figure, overlap_figure, owners_figure, reproduction_figure
 from dist_lib.dmuon.workloads import workload
 
 COST = DeviceCost(work=FlopCost(form="gram", symmetric=True))
@@ -61,3 +62,21 @@ def test_reproduction_shows_every_row():
     points = [p for t in fig.data if t.mode == "markers" for p in zip(t.x, t.y, strict=True)]
     assert sorted(points) == sorted((r.published.milliseconds, r.modelled_ms) for r in rows)
     assert "23 are within 30 percent" in fig.layout.meta["alt"]
+
+
+def test_overlap_shows_the_waiting_of_the_formula():
+    specs, network = workload("qwen2.5-7b"), NetworkModel(20e-6, 25e9)
+    plan = make_plan(specs, 8, method="lpt")
+    layers = [[m.name for m in specs if m.name.startswith(f"layers.{i}.")] for i in range(6)]
+    fig = overlap_figure(plan, layers, network, compute_ms=(5, 40))
+    for ms in (5, 40):
+        bars = {t.name: t for t in shown(fig, ms=ms)}
+        waiting = bars["layer waits for weights"]
+        assert sum(waiting.x) == pytest.approx(1e3 * exposed_seconds(plan, layers, ms / 1e3, network))
+        computing, sending = bars["layer computes"], bars["weights travel"]
+        assert len(computing.x) == len(sending.x) == 6
+        for begin, sent, took in zip(computing.base, sending.base, sending.x, strict=True):
+            assert begin >= sent + took - 1e-9  # no layer starts before its weights are there
+    assert len(waiting.x) == 1  # 40 ms hide all but the first
+    with pytest.raises(ValueError, match="at least one layer"):
+        overlap_figure(plan, [], network)

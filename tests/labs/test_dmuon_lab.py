@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_lib.comm import distributed, launch
+from dist_lib.comm import RankError, distributed, launch
 from dist_lib.dmuon import make_plan
 from dist_lib.dmuon.events import Event
 from dist_lib.dmuon.workloads import workload
@@ -93,6 +93,20 @@ def test_weights_on_their_owners_alone_learn_the_same(tmp_path, pair):
     assert found["dmuon_tensors_equal_to_twin"] == "29 of 29"
     assert found["dmuon_ranks_with_bytes_of_the_formula"] == "2 of 2"
     assert found["dmuon_validation_loss"] == pair[0][0]["dmuon_validation_loss"]
+
+
+def test_replicas_of_shards_learn_the_same(tmp_path):
+    """Four ranks, two replicas: the sums go in another order than the single process's, so weights agree to rounding."""
+    config = dataclasses.replace(SMALL, mode="hsdp-keep", ordered=False, compared=(), batch_size=4)
+    found = launch(trained, world_size=4, args=(config, str(tmp_path / "a")), timeout_s=60)[0][0]
+    twin = dataclasses.replace(SMALL, compared=(), batch_size=4)
+    alone = trained(twin, tmp_path / "b")[0]
+    assert found["dmuon_ranks_with_bytes_of_the_formula"] == "4 of 4"
+    assert found["dmuon_times_orthogonalised_a_step"] == "1"
+    assert found["dmuon_validation_loss"] == pytest.approx(alone["dmuon_validation_loss"], abs=1e-4)
+    wrong = dataclasses.replace(config, shards=3)
+    with pytest.raises(RankError, match="shards = 3 must divide the 4 ranks"):
+        launch(trained, world_size=4, args=(wrong, str(tmp_path / "c")), timeout_s=60)
 
 
 def test_a_resumed_run_has_the_same_bits(tmp_path):
