@@ -1,0 +1,1 @@
+"""Lab: only the bits that changed travel."""
