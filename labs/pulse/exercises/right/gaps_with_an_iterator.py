@@ -17,7 +17,8 @@ def decode(data, count, cells):
         while len(found) < count:
             skip = next(stream)
             if skip == 255:
-                skip += sum(next(stream) << (8 * i) for i in range(8))
+                for i in range(8):
+                    skip += next(stream) << (8 * i)
             position += 1 + skip
             if position >= cells:
                 raise ValueError("outside of the tensor")
