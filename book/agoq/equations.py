@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from dist_lib.agoq import Format, GradientFormat, norm_linear, swiglu_linear
-from dist_lib.agoq.bit_plan import LayerCost, Rule, make_bit_plan
+from dist_lib.agoq.bit_plan import LayerCost, Rule, in_flight, make_bit_plan
 from dist_lib.agoq.collectives import simulate_all_reduce
 from dist_lib.agoq.layer_memory import LayerShape, Layout, layer_units
 from dist_lib.agoq.memory_model import SYSTEMS
 from dist_lib.async_pipeline import make_schedule
 from dist_lib.checks import Equation
-from dist_lib.ops import accumulate_, quantize, quantized_zeros
+from dist_lib.ops import CODECS, accumulate_, quantize, quantized_zeros
 
 # ---- sizes ----------------------------------------------------------------------------------------------------------
 
@@ -240,5 +240,91 @@ EQUATIONS = [
         library=lambda block, moments: float(sum(SYSTEMS["og"].parameter_bytes().values())),
         samples=[(128, 256)],
         rtol=1e-12,
+    ),
+    Equation(
+        label="nearest",
+        latex=r"a = \max_i |x_i|, \qquad \hat x_i = a \cdot \arg\min_{c \in C} \left| \frac{x_i}{a} - c \right|",
+        implemented_by="dist_lib.ops.quantize",
+        evaluate=_nearest_by_search,
+        library=lambda seed, block: quantize(_numbers(3 * block, seed), "fp4", block, flat=True).dequantize().tolist(),
+        samples=[(0, 128), (1, 64), (2, 32)],
+        rtol=1e-6,
+    ),
+    Equation(
+        label="half-gap",
+        latex=r"|\hat x_i - x_i| \le c\, a, \qquad c = \tfrac12 \max_k (C_{k+1} - C_k)",
+        implemented_by="dist_lib.ops.Codec",
+        evaluate=lambda name: [_half_gap(name)] * 2,
+        library=lambda name: [CODECS[name].half_gap, _worst_error(name)],
+        samples=[("fp4",), ("int4",), ("int5",), ("int6",), ("int8",)],
+        rtol=5e-3,
+    ),
+    Equation(
+        label="stored-bits",
+        latex=r"b + 32/B",
+        implemented_by="dist_lib.ops.quantized_nbytes",
+        evaluate=lambda name, block: {"fp4": 4, "int5": 5, "int6": 6, "int8": 8}[name] + 32 / block,
+        library=_stored_bits,
+        samples=[("fp4", 64), ("fp4", 128), ("int5", 128), ("int6", 128), ("int8", 256)],
+        rtol=0.0,
+    ),
+    Equation(
+        label="norm-backward",
+        latex=r"\frac{\partial \ell}{\partial x} = r \Bigl( h - n \cdot \tfrac1d \textstyle\sum_j h_j n_j \Bigr), "
+        r"\quad r = \bigl(\tfrac1d \lVert x\rVert^2 + \epsilon\bigr)^{-1/2}, \; n = r x, \; h = \gamma \odot g",
+        implemented_by="dist_lib.agoq.norm_linear",
+        evaluate=_norm_gradient,
+        library=_norm_library,
+        samples=[(0,), (1,)],
+        rtol=1e-12,
+    ),
+    Equation(
+        label="swiglu-backward",
+        latex=r"\frac{\partial \ell}{\partial x} = g \odot y \odot \bigl(s + x\, s\,(1-s)\bigr), \quad "
+        r"\frac{\partial \ell}{\partial y} = g \odot x \odot s, \quad s = \sigma(x)",
+        implemented_by="dist_lib.agoq.swiglu_linear",
+        evaluate=_swiglu_gradient,
+        library=_swiglu_library,
+        samples=[(0,), (1,)],
+        rtol=1e-12,
+    ),
+    Equation(
+        label="norm-error",
+        latex=r"\frac{\lVert \Delta\, \partial \ell / \partial x \rVert}{\lVert \partial \ell / \partial x \rVert} "
+        r"\approx \frac{0.26}{\sqrt d}",
+        implemented_by="dist_lib.agoq.norm_linear",
+        evaluate=lambda width: 0.26 / math.sqrt(width),
+        library=_norm_error,
+        samples=[(256,), (1024,), (4096,)],
+        rtol=0.15,
+    ),
+    Equation(
+        label="in-flight",
+        latex=r"N_i = \min(n - i + 1,\, m) \quad (v = 1), \qquad "
+        r"N_i = \min\bigl(2(n-i) + (v-1)\,n + 1,\; m v\bigr) \quad (v > 1)",
+        implemented_by="dist_lib.agoq.bit_plan.in_flight",
+        evaluate=_counted_in_flight,
+        library=lambda n, v, m: list(in_flight(n, m, v)),
+        samples=[(4, 1, 8), (8, 1, 4), (4, 2, 8), (3, 4, 9), (8, 2, 16)],
+        rtol=0.0,
+    ),
+    Equation(
+        label="bits-ratio",
+        latex=r"b_i = \min\Bigl(8,\; \max\bigl(4,\; \bigl\lfloor 4 N_1 / N_i + \tfrac12 \bigr\rfloor\bigr)\Bigr)",
+        implemented_by="dist_lib.agoq.bit_plan.make_bit_plan",
+        evaluate=_ratio_bits,
+        library=lambda n, v, m: _rule("paper", n, v, m),
+        samples=[(4, 2, 8), (8, 2, 16), (4, 1, 8)],
+        rtol=0.0,
+    ),
+    Equation(
+        label="bits-budget",
+        latex=r"b_i = \Bigl\lfloor \tfrac{16}{a_q} \Bigl( \bigl(a_f + \tfrac{a_q}{4}\bigr) \tfrac{N_1}{N_i} - a_f "
+        r"\Bigr) \Bigr\rfloor, \quad 4 \le b_i \le 16",
+        implemented_by="dist_lib.agoq.bit_plan.make_bit_plan",
+        evaluate=_budget_bits,
+        library=lambda n, v, m: _rule("budget", n, v, m),
+        samples=[(4, 2, 8), (8, 2, 16), (4, 1, 8)],
+        rtol=0.0,
     ),
 ]
