@@ -116,8 +116,11 @@ class Subscriber:
         self._parts: list[tuple[dict[str, Tensor], StateDigest]] = []
         self._bytes = 0
 
-    def poll(self) -> Update | None:
+    def poll(self, *, most: int | None = None) -> Update | None:
         """Go to the newest version that can be reached; None if there is nothing newer.
+
+        Args:
+            most: do not go beyond this version; None for no limit.
 
         Raises:
             CorruptPatchError: newer versions are there, but all paths to any of them are damaged. What is served stays.
@@ -127,6 +130,8 @@ class Subscriber:
         start, previous, before = time.monotonic(), self.version, self.state
         self._bytes = 0
         newest = newest_version(self.store)
+        if newest is not None and most is not None:
+            newest = min(newest, most)
         if newest is None or (previous is not None and newest <= previous):
             return None
         steps, failure = self._chain(newest), None

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,24 @@ from torch.optim import Optimizer
 
 from dist_lib.models import Decoder
 from dist_lib.optim import MuonWithAdamW
-from dist_lib.tasks.arithmetic import Addition
+
+
+class VerifiableTask(Protocol):
+    """Problems whose answers can be checked, such as :class:`~dist_lib.tasks.Addition`; all sequences equally long."""
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of a prompt."""
+
+    @property
+    def answer_len(self) -> int:
+        """Tokens of an answer."""
+
+    def problems(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Prompts (count, prompt_len) and right answers (count, answer_len), both int64."""
+
+    def reward(self, prompts: Tensor, answers: Tensor) -> Tensor:
+        """Rewards (N,) float32 of answers (N, answer_len) to prompts (N, prompt_len)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,14 +177,14 @@ def grpo_loss(
     return -torch.minimum(ratio * weight, clipped * weight).mean()
 
 
-def answer_log_probs(model: Decoder, task: Addition, tokens: Tensor, temperature: float) -> Tensor:
+def answer_log_probs(model: Decoder, task: VerifiableTask, tokens: Tensor, temperature: float) -> Tensor:
     """Log-probabilities of the answers in whole sequences (N, seq_len); (N, answer_len)."""
     logits = model(tokens[:, :-1])[:, task.prompt_len - 1 :]
     return token_log_probs(logits, tokens[:, task.prompt_len :], temperature=temperature)
 
 
 @torch.no_grad()
-def sample_rollouts(model: Decoder, task: Addition, config: GrpoConfig, *, step: int, version: int) -> Rollouts:
+def sample_rollouts(model: Decoder, task: VerifiableTask, config: GrpoConfig, *, step: int, version: int) -> Rollouts:
     """Draw a step's problems and answers to them.
 
     Args:
@@ -224,7 +241,7 @@ class GrpoTrainer:
         steps: taken so far; the number of the next one, and the version of the weights as they are.
     """
 
-    def __init__(self, model: Decoder, task: Addition, config: GrpoConfig) -> None:
+    def __init__(self, model: Decoder, task: VerifiableTask, config: GrpoConfig) -> None:
         self.task, self.config, self.steps = task, config, 0
         self.model, self.acting = copy.deepcopy(model), copy.deepcopy(model)
         self._round()

@@ -66,6 +66,19 @@ def test_fast_slow_and_late_receivers_hold_the_same_bits(store: Store, codec: st
     assert fast.digest == late.digest == slow.digest
 
 
+def test_a_receiver_can_stop_at_a_version() -> None:
+    store = memory()
+    publisher = Publisher(store, anchor_every=3, workers=1)
+    run = states(6)
+    for state in run:
+        publisher.publish(state)
+    subscriber = Subscriber(store, workers=1)
+    for most, steps in ((4, (("anchor", 3), ("patch", 4))), (4, None), (2, None), (9, (("patch", 5),))):
+        update = subscriber.poll(most=most)
+        assert (update.steps if update else None) == steps
+        assert subscriber.version is not None and same(subscriber, run[subscriber.version])
+
+
 def test_update_names_what_changed() -> None:
     store, run = memory(), states(3)
     publisher, subscriber = Publisher(store), Subscriber(store)
