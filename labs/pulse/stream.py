@@ -19,7 +19,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from dist_lib.pulse.sparsity import by_layer, count_changes, reference_bits, total
+from dist_lib.pulse.sparsity_measures import by_layer, count_changes, reference_bits, total
 from rich.console import Console
 from torch import Tensor
 
