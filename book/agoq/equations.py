@@ -14,7 +14,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from dist_lib.agoq import Format, GradientFormat, norm_linear, swiglu_linear
+from dist_lib.agoq import Format, GradientFormat, norm_linear, swiglu_linear, wire_bytes
 from dist_lib.agoq.bit_plan import LayerCost, Rule, in_flight, make_bit_plan
 from dist_lib.agoq.collectives import simulate_all_reduce
 from dist_lib.agoq.layer_memory import LayerShape, Layout, layer_units
@@ -325,6 +325,33 @@ EQUATIONS = [
         evaluate=_budget_bits,
         library=lambda n, v, m: _rule("budget", n, v, m),
         samples=[(4, 2, 8), (8, 2, 16), (4, 1, 8)],
+        rtol=0.0,
+    ),
+    Equation(
+        label="accumulate-error",
+        latex=r"\rho_M \approx \rho_1 \sqrt{(M + 1)/2}",
+        implemented_by="dist_lib.agoq.QuantizedGradients",
+        evaluate=lambda name, m: _one_rounding(name) * math.sqrt((m + 1) / 2),
+        library=_accumulated,
+        samples=[("dynamic8", 8), ("dynamic8", 32), ("int8", 8), ("int8", 32)],
+        rtol=0.1,
+    ),
+    Equation(
+        label="reduce",
+        latex=r"\hat g = Q\Bigl( \tfrac1W \textstyle\sum_{r=0}^{W-1} Q(g_r) \Bigr)",
+        implemented_by="dist_lib.agoq.collectives.all_reduce",
+        evaluate=_reduced_by_hand,
+        library=_reduced,
+        samples=[(2, 64), (4, 128)],
+        rtol=1e-4,
+    ),
+    Equation(
+        label="wire",
+        latex=r"\frac{2(W-1)}{W}\, N \Bigl(1 + \frac4B\Bigr) \text{ bytes}",
+        implemented_by="dist_lib.agoq.wire_bytes",
+        evaluate=lambda n, w, block: float(Fraction(2 * (w - 1), w) * n * (1 + Fraction(4, block))),
+        library=lambda n, w, block: wire_bytes("all_reduce", n, w, GradientFormat("int8", block)).sent,
+        samples=[(2**20, 2, 256), (2**20, 4, 256), (2**15, 8, 128)],
         rtol=0.0,
     ),
 ]
