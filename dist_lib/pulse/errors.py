@@ -30,5 +30,5 @@ class StateError(PulseError):
 class MissingPackageError(PulseError):
     """An optional package that this part needs is not installed."""
 
-    def __init__(self, package: str, what: str) -> None:
-        super().__init__(f"{what} needs the package {package}; install it with: pip install 'dist-lib[pulse]'")
+    def __init__(self, package: str, what: str, extra: str = "pulse") -> None:
+        super().__init__(f"{what} needs the package {package}; install it with: pip install 'dist-lib[{extra}]'")

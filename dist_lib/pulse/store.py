@@ -15,16 +15,17 @@ import logging
 import os
 import random
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from dist_lib.pulse.errors import CorruptPatchError, LimitError, MissingPackageError, PulseError
+from dist_lib.pulse.web import Download, RefusedError, length_of
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R")
+# Whose exceptions mean that the network or the server failed although they are no OSError.
+_CLIENTS = ("aiobotocore", "aiohttp", "botocore", "urllib3")
 
 
 class MissingObjectError(PulseError):
@@ -43,6 +44,7 @@ class Metrics:
         gets, puts, deletes: operations that succeeded.
         bytes_in, bytes_out: of contents, markers and hints.
         retries: operations that failed and were tried again.
+        resumes: transfers that went on in the middle.
         seconds: spent in operations, waits included.
     """
 
@@ -52,6 +54,7 @@ class Metrics:
     bytes_in: int = 0
     bytes_out: int = 0
     retries: int = 0
+    resumes: int = 0
     seconds: float = 0.0
 
 
@@ -89,6 +92,7 @@ class Store:
 
     def __post_init__(self) -> None:
         protocol = self.url.split("://")[0] if "://" in self.url else "file"
+        self._doubted: set[str] = set()
         self._web, self._local = protocol in ("http", "https"), protocol == "file"
         if self._web:
             self._root = self.url
@@ -98,7 +102,12 @@ class Store:
         except ImportError as error:
             raise MissingPackageError("fsspec", "a store") from error
         fresh = {} if protocol in ("file", "memory") else {"use_listings_cache": False}
-        self._fs, self._root = fsspec.core.url_to_fs(self.url, **{**fresh, **self.options})
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(self.url, **{**fresh, **self.options})
+        except ImportError as error:
+            if protocol != "s3":
+                raise
+            raise MissingPackageError("s3fs", "a store in S3", "s3") from error
 
     def _path(self, name: str) -> str:
         parts = name.split("/")
@@ -118,11 +127,16 @@ class Store:
                     return operation()
                 except FileNotFoundError as error:
                     raise MissingObjectError(f"{what}: there is no such object in {self.url}") from error
-                except PulseError:
+                except (PulseError, RefusedError):
                     raise
-                except (OSError, TimeoutError) as error:
-                    if attempt + 1 == self.retry.attempts:
+                except Exception as error:
+                    known = isinstance(error, OSError)
+                    if not known and type(error).__module__.partition(".")[0] not in _CLIENTS:
                         raise
+                    if attempt + 1 == self.retry.attempts:
+                        if known:
+                            raise
+                        raise OSError(f"{what} in {self.url}: {type(error).__name__}: {error}") from error
                     self.metrics.retries += 1
                     wait = min(self.retry.first_s * 2**attempt, self.retry.most_s) * random.uniform(0.5, 1)
                     logger.warning("%s failed (%s); tried again in %.2f s", what, error, wait)
@@ -140,18 +154,18 @@ class Store:
             OSError: the store failed at every attempt.
         """
         path = self._path(name)
+        download = Download(path, most, fixed=name.startswith("objects/"), fresh=name in self._doubted)
 
         def read() -> bytes:
             if self._web:
-                with _request(path, "GET") as answer:
-                    content: bytes = answer.read(most + 1)
-                return content
+                return download.attempt()
             options = {} if self._local else {"cache_type": "none"}
             with self._fs.open(path, "rb", **options) as file:
                 data: bytes = file.read(most + 1)
             return data
 
         data = self._try(f"get {name}", read)
+        self.metrics.resumes += download.resumed
         if len(data) > most:
             raise LimitError(f"{name} has more than the {most} bytes that are granted")
         self.metrics.gets += 1
@@ -206,7 +220,9 @@ class Store:
             raise CorruptPatchError(f"{digest!r} is no SHA-256")
         data = self.get(content_name(digest), size)
         if len(data) != size or hashlib.sha256(data).hexdigest() != digest:
+            self._doubted.add(content_name(digest))  # next time, no cache may answer
             raise CorruptPatchError(f"object {digest[:16]} holds other bytes than its name says")
+        self._doubted.discard(content_name(digest))
         return data
 
     def put_marker(self, name: str, data: bytes) -> None:
@@ -231,8 +247,7 @@ class Store:
             if not self._web:
                 found: int | None = self._fs.size(path)
                 return found
-            with _request(path, "HEAD") as answer:
-                return int(answer.headers.get("Content-Length", 0))
+            return length_of(path)
 
         try:
             size = self._try(f"size of {name}", ask)
@@ -268,17 +283,6 @@ class Store:
         except MissingObjectError:
             return
         self.metrics.deletes += 1
-
-
-def _request(url: str, method: str) -> Any:
-    """Ask a web server; what is not there raises FileNotFoundError, all other failures OSError."""
-    request = urllib.request.Request(url, method=method, headers={"Cache-Control": "no-cache"})
-    try:
-        return urllib.request.urlopen(request, timeout=30.0)
-    except urllib.error.HTTPError as error:
-        if error.code in (404, 410):
-            raise FileNotFoundError(url) from error
-        raise
 
 
 def _age(info: dict[str, Any]) -> float:
