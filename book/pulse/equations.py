@@ -23,6 +23,7 @@ from dist_lib.pulse.sparsity_measures import (
     ulp,
     visible,
 )
+from dist_lib.pulse.timing import SyncCost, bandwidth_needed, chain_bytes, join_bytes, sync_seconds, utilisation
 
 
 def _float32(value: float) -> float:
@@ -85,6 +86,28 @@ def _largest(b1: float, b2: float) -> float:
         g = ratio**j
         m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
     return m / math.sqrt(v)
+
+
+def _busy_share(nbytes: float, rate: float, compute: float) -> float:
+    """One less the share of waiting, with the transfer cut into a thousand parts."""
+    bits, seconds = 8 * nbytes, 0.0
+    for _ in range(1000):
+        seconds += bits / rate / 1000
+    return 1 - seconds / (compute + seconds)
+
+
+def _bandwidth_by_search(nbytes: float, compute: float, share: float, rest: float) -> float:
+    low, high = 1.0, 1e15
+    for _ in range(200):
+        middle = (low * high) ** 0.5
+        busy = compute / (compute + 8 * nbytes / middle + rest)
+        low, high = (middle, high) if busy < share else (low, middle)
+    return low
+
+
+def _worst_join(anchor: float, patch: float, every: int) -> float:
+    """The dearest of all moments to join, version by version."""
+    return max(anchor + (version % every) * patch for version in range(3 * every))
 
 
 EQUATIONS = [
@@ -171,6 +194,42 @@ EQUATIONS = [
         evaluate=_ideal_bits,
         library=_library_bits,
         samples=[(THETA * 3 + [0.02, 0.3, 0.021], AFTER * 3 + [0.03, 0.3, 0.021])],
+        rtol=1e-9,
+    ),
+    Equation(
+        label="utilisation",
+        latex=r"U = \frac{T_c}{T_c + T_{\text{sync}}}, \qquad T_{\text{sync}} = \frac{8\,b}{B} + T_{\text{rest}}",
+        implemented_by="dist_lib.pulse.timing.utilisation",
+        evaluate=_busy_share,
+        library=lambda b, rate, compute: utilisation(compute, sync_seconds(b, rate)),
+        samples=[(14e9, 20e9, 50.4), (140e6, 0.2e9, 50.4), (108e6, 1e8, 10.0)],
+        rtol=1e-9,
+    ),
+    Equation(
+        label="bandwidth",
+        latex=r"B = \frac{8\,b\,U}{(1-U)\,T_c - U\,T_{\text{rest}}}",
+        implemented_by="dist_lib.pulse.timing.bandwidth_needed",
+        evaluate=_bandwidth_by_search,
+        library=lambda b, compute, share, rest: bandwidth_needed(b, compute, share, cost=SyncCost(verify_s=rest)),
+        samples=[(14e9, 50.4, 0.9, 0.0), (140e6, 50.4, 0.9, 0.9)],
+        rtol=1e-6,
+    ),
+    Equation(
+        label="join",
+        latex=r"b_{\text{join}} \le b_{\text{anchor}} + (N-1)\, b_{\text{patch}}",
+        implemented_by="dist_lib.pulse.timing.join_bytes",
+        evaluate=_worst_join,
+        library=join_bytes,
+        samples=[(100.0, 3.0, 1), (15.2e9, 108e6, 30)],
+        rtol=1e-12,
+    ),
+    Equation(
+        label="chain",
+        latex=r"b_{\text{chain}} = c\, d \sum_{j=1}^{k} (1 - S_1^{(j)}) \;\ge\; b_{\text{merged}} = c\, d\, (1 - S_k)",
+        implemented_by="dist_lib.pulse.timing.chain_bytes",
+        evaluate=lambda densities, cells, each: math.fsum(each * round(cells * r) for r in densities),
+        library=chain_bytes,
+        samples=[([0.01, 0.02, 0.015], 10_000, 3.0)],
         rtol=1e-9,
     ),
 ]
