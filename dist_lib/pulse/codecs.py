@@ -53,13 +53,22 @@ class Place:
         return max(1, self.spec.cells // max(1, rows))
 
 
+@dataclass(frozen=True)
+class Change:
+    """The changed cells of a segment: ``positions`` (uint32, ascending), their words ``before`` and ``after``."""
+
+    positions: Words
+    before: Words
+    after: Words
+
+
 def _narrowest(values: Words, least: int) -> np.dtype[Any]:
     most = int(values.max(initial=0))
     return np.dtype(next(f"<u{w}" for w in (1, 2, 4, 8) if w >= least and most < 1 << (8 * w)))
 
 
-def _paper_encode(out: Writer, old: Words, new: Words, positions: Words, place: Place) -> None:
-    flat = positions.astype(np.int64) + (place.start % place.row)
+def _paper_encode(out: Writer, old: Words, change: Change, place: Place) -> None:
+    flat = change.positions.astype(np.int64) + (place.start % place.row)
     rows, columns = np.divmod(flat, place.row)
     row_step = np.diff(rows, prepend=0)
     same = row_step == 0
@@ -68,10 +77,10 @@ def _paper_encode(out: Writer, old: Words, new: Words, positions: Words, place: 
     row_step, column_step = (a.astype(_narrowest(a, w)) for a, w in ((row_step, 1), (column_step, 2)))
     out.byte(row_step.itemsize)
     out.byte(column_step.itemsize)
-    out.raw(pack(row_step.tobytes() + column_step.tobytes() + new[positions].tobytes()))
+    out.raw(pack(row_step.tobytes() + column_step.tobytes() + change.after.tobytes()))
 
 
-def _paper_decode(data: Reader, old: Words, count: int, place: Place) -> Words:
+def _paper_decode(data: Reader, old: Words, count: int, place: Place, out: Words) -> None:
     kinds = data.byte(8), data.byte(8)
     if kinds[0] not in (1, 2, 4) or kinds[1] not in (2, 4, 8):
         raise data.fail(f"indices of {kinds} bytes")
@@ -98,16 +107,14 @@ def _paper_decode(data: Reader, old: Words, count: int, place: Place) -> Words:
     values = content[ends[1] :].view(old.dtype)
     if bool((old[flat] == values).any()):
         raise data.fail("a change that changes nothing")
-    patched = old.copy()
-    patched[flat] = values
-    return patched
+    out[flat] = values
 
 
-def _fast_encode(out: Writer, old: Words, new: Words, positions: Words, place: Place) -> None:
-    count, width = positions.size, old.itemsize
+def _fast_encode(out: Writer, old: Words, change: Change, place: Place) -> None:
+    count, width = change.positions.size, old.itemsize
     gaps, escapes = np.empty(count, np.uint8), np.empty(5 * (old.size // 255 + 1), np.uint8)
-    used = kernels().gap_pack(positions, gaps, escapes)
-    z = zigzag(old[positions], new[positions])
+    used = kernels().gap_pack(change.positions, gaps, escapes)
+    z = zigzag(change.before, change.after)
     wide = (z[z >= 255] - z.dtype.type(255)) if width == 2 else z[:0]
     low = np.minimum(z, 255).astype(np.uint8) if width == 2 else planes(z)
     out.number(used)
@@ -115,7 +122,7 @@ def _fast_encode(out: Writer, old: Words, new: Words, positions: Words, place: P
     out.raw(pack(b"".join(a.tobytes() for a in (gaps, escapes[:used], low, planes(wide)))))
 
 
-def _fast_decode(data: Reader, old: Words, count: int, place: Place) -> Words:
+def _fast_decode(data: Reader, old: Words, count: int, place: Place, out: Words) -> None:
     width = old.itemsize
     used, wide = data.number(5 * (old.size // 255 + 1)), data.number(count if width == 2 else 0)
     low = count if width == 2 else count * width
@@ -135,34 +142,30 @@ def _fast_decode(data: Reader, old: Words, count: int, place: Place) -> Words:
         z = unplanes(parts[2], width)
     if not bool(z.all()):
         raise data.fail("a change that changes nothing")
-    patched = old.copy()
-    patched[positions] = unzigzag(old[positions], z)
-    return patched
+    out[positions] = unzigzag(old[positions], z)
 
 
-def _small_encode(out: Writer, old: Words, new: Words, positions: Words, place: Place) -> None:
+def _small_encode(out: Writer, old: Words, change: Change, place: Place) -> None:
     from dist_lib.pulse.small import encode
 
-    encode(out, old, zigzag(old[positions], new[positions]), positions, place.spec.dtype)
+    encode(out, old, change, place.spec.dtype)
 
 
-def _small_decode(data: Reader, old: Words, count: int, place: Place) -> Words:
+def _small_decode(data: Reader, old: Words, count: int, place: Place, out: Words) -> None:
     from dist_lib.pulse.small import decode
 
-    positions, z = decode(data, old, count, place.spec.dtype)
-    patched = old.copy()
-    patched[positions] = unzigzag(old[positions], z)
-    return patched
+    decode(data, old, count, place.spec.dtype, out)
 
 
 @dataclass(frozen=True)
 class Codec:
-    """A name, its number in the format, and the two directions for one segment."""
+    """A name, its number in the format, and the two directions for one segment; ``decode`` writes over a copy of the
+    old words."""
 
     name: str
     number: int
-    encode: Callable[[Writer, Words, Words, Words, Place], None]
-    decode: Callable[[Reader, Words, int, Place], Words]
+    encode: Callable[[Writer, Words, Change, Place], None]
+    decode: Callable[[Reader, Words, int, Place, Words], None]
 
 
 CODECS: Mapping[str, Codec] = {
@@ -187,32 +190,44 @@ def get_codec(name: str) -> Codec:
         raise ValueError(f"there is no codec {name!r}; choose one of {', '.join(CODECS)}") from None
 
 
+def find_changes(old: Words, new: Words) -> Change:
+    """Where the bits of two arrays (1-D, one type, at most 2^32 cells) differ."""
+    old, new = np.ascontiguousarray(old), np.ascontiguousarray(new)
+    room = np.empty(old.size, np.uint32), np.empty(old.size, old.dtype), np.empty(old.size, old.dtype)
+    found = int(kernels().changed(old, new, *room))
+    return Change(*(a[:found].copy() for a in room))
+
+
 def encode_segment(codec: Codec, old: Words, new: Words, place: Place) -> bytes:
     """Code the change from ``old`` to ``new`` (1-D words of one segment); nothing for no change."""
-    positions = np.flatnonzero(old != new).astype(np.uint32)
-    if positions.size == 0:
+    change = find_changes(old, new)
+    if change.positions.size == 0:
         return b""
     out = Writer()
-    out.number(positions.size)
-    codec.encode(out, old, new, positions, place)
+    out.number(change.positions.size)
+    codec.encode(out, old, change, place)
     return out.done()
 
 
-def decode_segment(codec: Codec, data: memoryview, old: Words, place: Place) -> Words:
-    """The new words of a segment, in memory of their own.
+def decode_segment(codec: Codec, data: memoryview, old: Words, place: Place, out: Words | None = None) -> Words:
+    """The new words of a segment, in ``out`` (None: in memory of their own).
 
     Raises:
-        CorruptPatchError: these bytes are not what :func:`encode_segment` writes for any change of ``old``.
+        CorruptPatchError: these bytes are not what :func:`encode_segment` writes for any change of ``old``; ``out`` may
+            have been written to.
     """
+    if out is None:
+        out = np.empty_like(old)
+    np.copyto(out, old)
     if not data:
-        return old.copy()
+        return out
     reader = Reader(data, f"segment at cell {place.start}")
     count = reader.number(old.size)
     if count == 0:
         raise reader.fail("an empty change that is written out")
-    new = codec.decode(reader, old, count, place)
+    codec.decode(reader, old, count, place, out)
     reader.end()
-    return new
+    return out
 
 
 def encode_full(new: Words) -> bytes:

@@ -12,11 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 
-from dist_lib.pulse.codecs import kernels
+from dist_lib.pulse.codecs import Change, kernels
 from dist_lib.pulse.wire import Reader, Words, Writer
 
 # (shift, mask) of the exponent in a cell; other dtypes have none. Ranks are coded in classes of two neighbouring
@@ -35,11 +36,13 @@ SCALE = 4096
 GROUP = 512  # changed cells that a frequency table must serve
 
 
-def _choose(exponents: Words) -> tuple[int, int]:
-    """First exponent and number of classes: the rarest 1 % below are one class, all above the highest another."""
-    found = np.bincount(exponents)
-    first = int(np.searchsorted(np.cumsum(found), exponents.size // 100, side="right"))
-    last = found.size - 1
+def _choose(found: Words) -> tuple[int, int]:
+    """First class and number of classes, of the numbers of changed cells by pairs of exponents.
+
+    The rarest 1 % below are one class, all above the highest another.
+    """
+    first = int(np.searchsorted(np.cumsum(found), int(found.sum()) // 100, side="right"))
+    last = int(np.flatnonzero(found)[-1])
     first = max(first, last + 2 - MOST_CLASSES)
     return first, last + 2 - first
 
@@ -49,38 +52,26 @@ def _class_bits(dtype: torch.dtype) -> tuple[int, int]:
     return (shift + 1, mask >> 1) if mask else (0, 0)
 
 
-def _exponents(cells: Words, dtype: torch.dtype) -> Words:
-    """Exponent of each cell, int64; 0 for dtypes without one."""
-    shift, mask = EXPONENTS.get(dtype, (0, 0))
-    exponents: Words = ((cells >> cells.dtype.type(shift)) & cells.dtype.type(mask)).astype(np.int64)
-    return exponents
+def _loops() -> Any:
+    kernels()  # says what is missing, if something is
+    from dist_lib.pulse import _small_kernels
+
+    return _small_kernels
 
 
-def _groups(exponents: Words) -> tuple[Words, int]:
-    """Group of each changed cell and the number of groups.
+def _rans() -> Any:
+    kernels()
+    from dist_lib.pulse import _rans
 
-    Neighbouring exponents are joined until a group has enough changed cells for a frequency table of its own.
-    """
-    counts = np.bincount(exponents)
-    of, group, held, left = np.zeros(counts.size, np.uint8), 0, 0, exponents.size
-    for e, count in enumerate(counts.tolist()):
-        of[e] = group
-        held, left = held + count, left - count
-        if held >= GROUP and left >= GROUP and group < 255:
-            group, held = group + 1, 0
-    return of[exponents], group + 1
+    return _rans
 
 
-def _normalise(counts: Words) -> Words:
-    """Frequencies that sum to 4096, none of a used symbol zero; deterministic."""
-    freq = np.where(counts > 0, np.maximum(1, counts.astype(np.int64) * SCALE // max(1, int(counts.sum()))), 0)
-    spare = SCALE - int(freq.sum())
-    while spare:
-        largest = int(freq.argmax())
-        change = max(spare, 1 - int(freq[largest])) if spare < 0 else spare
-        freq[largest] += change if spare > 0 else max(change, -(int(freq[largest]) // 2))
-        spare = SCALE - int(freq.sum())
-    return freq
+def _fold(counts: Words, first: int, classes: int) -> Words:
+    """Numbers of cells by class, of their numbers by exponent."""
+    if classes == 1:
+        return np.array([counts.sum()], np.int64)
+    of = np.clip((np.arange(counts.size) >> 1) - first, 0, classes - 1)
+    return np.bincount(of, counts, classes).astype(np.int64)
 
 
 @lru_cache(maxsize=1)
@@ -90,30 +81,10 @@ def _standard() -> Words:
     distance = (np.arange(1, 128) + 1) // 2
     counts[1:128] = 100_000 // (distance * distance)
     counts[128:] = 1
-    return _normalise(counts)
-
-
-def _write_tables(out: Writer, tables: Words) -> None:
-    """Each table as the number of its symbols, their distances, and all their frequencies but the last, less one."""
-    for table in tables:
-        used = np.flatnonzero(table)
-        out.numbers([used.size, *np.diff(used, prepend=0).tolist(), *(table[used[:-1]] - 1).tolist()])
-
-
-def _read_tables(data: Reader, groups: int) -> Words:
-    tables = np.zeros((groups, SYMBOLS), np.int64)
-    for table in tables:
-        used = data.number(SYMBOLS - 1)
-        steps = np.array(data.numbers(used, SYMBOLS - 1), np.int64)
-        symbols = np.cumsum(steps)
-        if used == 0 or int(steps.min()) == 0 or int(symbols[-1]) >= SYMBOLS:
-            raise data.fail("a table without symbols, with one named twice, or with one that there is not")
-        written = np.array(data.numbers(used - 1, SCALE), np.int64) + 1
-        if int(written.sum()) >= SCALE:
-            raise data.fail("a table that sums to more than it may")
-        table[symbols[:-1]] = written
-        table[symbols[-1]] = SCALE - int(written.sum())
-    return tables
+    table = np.empty((1, SYMBOLS), np.int64)
+    _rans().normalise(counts[None], SCALE, table)
+    standard: Words = table[0]
+    return standard
 
 
 def _bits(tables: Words, counts: Words) -> float:
@@ -126,94 +97,106 @@ def _rice_parameter(members: int, coded: int) -> int:
     return max(0, math.ceil(math.log2(0.4812 * members / max(1, coded)))) if members else 0
 
 
-def encode(out: Writer, old: Words, z: Words, positions: Words, dtype: torch.dtype) -> None:
+def encode(out: Writer, old: Words, change: Change, dtype: torch.dtype) -> None:
     """Write one segment's changes.
 
     Args:
         out: what to append to; the number of changes is written already.
-        old: words of the base, 1-D.
-        z: zigzagged differences at ``positions``, never 0.
-        positions: changed cells, ascending, uint32.
+        old: words of the base, 1-D, contiguous.
+        change: its changed cells.
         dtype: of the tensor.
     """
-    k = kernels()
+    loops = _loops()
+    exponent, count = EXPONENTS.get(dtype, (0, 0)), change.positions.size
+    by_exponent = np.zeros(exponent[1] + 1, np.int64)
+    loops.tally_exponents(change.before, *exponent, by_exponent)
+    first, classes = _choose(by_exponent.reshape(-1, 2).sum(1)) if exponent[1] else (0, 1)
+    counts = _fold(by_exponent, first, classes)
+    used = np.flatnonzero(counts)
+    end = np.cumsum(counts)
+    begin = end - counts
+    group_of = np.empty(by_exponent.size, np.uint8)
+    number = int(loops.make_groups(by_exponent, GROUP, group_of))
+    sizes, ranks = np.zeros(classes, np.int64), np.empty(count, np.uint32)
+    groups, symbols, z = np.empty(count, np.uint8), np.empty(count, np.uint8), np.empty(count, old.dtype)
     shift, mask = _class_bits(dtype)
-    exponents = _exponents(old[positions], dtype)
-    first, classes = _choose(exponents >> 1) if mask else (0, 1)
-    of, ranks, sizes = np.empty(z.size, np.uint8), np.empty(z.size, np.uint32), np.zeros(classes, np.int64)
-    k.rank(old, shift, mask, first, classes, positions, of, ranks, sizes)
-    order = np.argsort(of, kind="stable")
-    z, ranks, exponents = z[order].astype(np.uint64), ranks[order], exponents[order]
-    counts = np.bincount(of, minlength=classes)
+    how = (shift, mask, first, classes - 1)
+    at = begin.copy()
+    cells = change.positions, change.before, change.after
+    extra = loops.rank(old, *cells, how, used, exponent, group_of, at, sizes, ranks, groups, symbols, z)
     out.number(first)
     out.number(classes)
-    coded, stop = [], 0
-    for count, size in zip(counts.tolist(), sizes.tolist(), strict=True):
-        out.number(count)
-        if not count:
-            continue
-        out.number(size)
-        begin, stop = stop, stop + count
-        chosen = ranks[begin:stop]
-        if 2 * count > size:
-            chosen = np.empty(size - count, np.uint32)
-            k.complement(ranks[begin:stop], size, chosen)
-        coded.append((chosen, _rice_parameter(size, chosen.size)))
-    symbols = np.empty(z.size, np.uint8)
-    extra = k.symbols_of(z, symbols)
-    need = extra + sum(int(r[-1]) // (1 << p) + r.size * (p + 2) for r, p in coded if r.size)
-    bits = np.zeros(need // 8 + 2, np.uint8)
-    at = 0
-    for chosen, parameter in coded:
-        out.byte(parameter)
-        at = k.rice_pack(chosen, parameter, bits, at)
-    at = k.extra_pack(z, symbols, bits, at)
-    out.number(-(-at // 8))
-    out.raw(bits[: -(-at // 8)])
-    _write_values(out, symbols, *_groups(exponents))
+    parameters, need = np.zeros(classes, np.int64), int(extra)
+    for c, (n, size) in enumerate(zip(counts.tolist(), sizes.tolist(), strict=True)):
+        out.numbers((n, size) if n else (n,))
+        if n:
+            written = min(n, size - n)
+            parameters[c] = _rice_parameter(size, written)
+            need += (size >> int(parameters[c])) + written * (int(parameters[c]) + 1)
+    for c in used.tolist():
+        out.byte(int(parameters[c]))
+    bits = np.empty(need // 8 + 8, np.uint8)
+    nbytes = int(loops.pack_bits(ranks, used, begin, end, sizes, parameters, symbols, z, bits))
+    out.number(nbytes)
+    out.raw(bits[:nbytes])
+    _write_values(out, symbols, groups, number)
 
 
 def _write_values(out: Writer, symbols: Words, groups: Words, number: int) -> None:
-    seen = np.bincount(groups.astype(np.int64) * SYMBOLS + symbols, minlength=number * SYMBOLS).reshape(number, SYMBOLS)
-    tables = np.stack([_normalise(s) for s in seen])
-    description = Writer()
-    _write_tables(description, tables)
-    header = description.done()
+    rans = _rans()
+    seen, tables = np.zeros((number, SYMBOLS), np.int64), np.empty((number, SYMBOLS), np.int64)
+    rans.tally_symbols(symbols, groups, seen)
+    rans.normalise(seen, SCALE, tables)
+    description = np.empty(4 * tables.size, np.uint8)
+    header = description[: int(rans.write_tables(tables, description))]
     standard = np.tile(_standard(), (number, 1))
-    own = _bits(tables, seen) + 8 * len(header) < _bits(standard, seen)
+    own = _bits(tables, seen) + 8 * header.size < _bits(standard, seen)
     tables = tables if own else standard
     out.byte(int(own))
-    out.raw(header if own else b"")
+    out.raw(header[: header.size * own])
     words = np.empty(symbols.size + 8, np.uint16)
-    top = kernels().rans_pack(symbols, groups, tables.astype(np.uint32), _starts(tables), words)
+    freq, starts, _ = _spread(tables)
+    top = rans.rans_pack(symbols, groups, freq, starts, words)
     out.number(words.size - top)
     out.raw(words[top:].astype("<u2"))
 
 
-def _starts(tables: Words) -> Words:
-    return (np.cumsum(tables, 1) - tables).astype(np.uint32)
+def _spread(tables: Words) -> tuple[Words, Words, Words]:
+    """Frequencies, first slots (both uint32) and the symbols of all slots (uint8) of each table."""
+    freq, starts = np.empty(tables.shape, np.uint32), np.empty(tables.shape, np.uint32)
+    lookup = np.empty((tables.shape[0], SCALE), np.uint8)
+    _rans().spread(tables, freq, starts, lookup)
+    return freq, starts, lookup
 
 
 def _read_values(data: Reader, groups: Words, number: int) -> Words:
-    tables = _read_tables(data, number) if data.byte(1) else np.tile(_standard(), (number, 1))
-    words = data.number(groups.size + 8)
-    stream = np.frombuffer(bytearray(data.raw(2 * words)), "<u2")
-    lookup = np.stack([np.repeat(np.arange(SYMBOLS, dtype=np.uint8), t) for t in tables])
+    own = data.byte(1)
+    rest = np.frombuffer(bytearray(data.rest()), np.uint8)
+    tables, used = np.zeros((number, SYMBOLS), np.int64), 0
+    if own:
+        used = int(_rans().read_tables(rest, SCALE, tables))
+        if used < 0:
+            raise data.fail("frequencies that are none")
+    else:
+        tables[:] = _standard()
+    left = Reader(rest[used:].tobytes(), data.what)
+    words = left.number(groups.size + 8)
+    stream = np.frombuffer(bytearray(left.raw(2 * words)), "<u2")
+    left.end()
     symbols = np.empty(groups.size, np.uint8)
-    freq, starts = tables.astype(np.uint32), _starts(tables)
-    if kernels().rans_unpack(stream, groups, freq, starts, lookup, symbols) < 0:
+    if _rans().rans_unpack(stream, groups, *_spread(tables), symbols) < 0:
         raise data.fail("differences that do not decode")
     return symbols
 
 
-def decode(data: Reader, old: Words, count: int, dtype: torch.dtype) -> tuple[Words, Words]:
-    """Inverse of :func:`encode`: positions (each once, grouped by class) and differences in the base's word type.
+def decode(data: Reader, old: Words, count: int, dtype: torch.dtype, out: Words) -> None:
+    """Inverse of :func:`encode`: write ``count`` changed words over ``out``, a copy of ``old``.
 
     Raises:
-        CorruptPatchError: bytes that :func:`encode` writes for no change of ``old``.
+        CorruptPatchError: bytes that :func:`encode` writes for no change of ``old``; some cells may have been written.
     """
-    k = kernels()
-    shift, mask = _class_bits(dtype)
+    loops = _loops()
+    exponent, (shift, mask) = EXPONENTS.get(dtype, (0, 0)), _class_bits(dtype)
     first, classes = data.number(mask), data.number(MOST_CLASSES if mask else 1)
     counts, sizes = np.zeros(classes, np.int64), np.zeros(classes, np.int64)
     for c in range(classes):
@@ -222,28 +205,27 @@ def decode(data: Reader, old: Words, count: int, dtype: torch.dtype) -> tuple[Wo
     if int(counts.sum()) != count or bool((counts > sizes).any()) or int(sizes.sum()) > old.size:
         raise data.fail("classes that do not add up")
     used = np.flatnonzero(counts)
-    parameters = [data.byte(31) for _ in used]
+    end = np.cumsum(counts)
+    begin = end - counts
+    parameters = np.zeros(classes, np.int64)
+    for c in used.tolist():
+        parameters[c] = data.byte(31)
+        if parameters[c] != _rice_parameter(int(sizes[c]), int(min(counts[c], sizes[c] - counts[c]))):
+            raise data.fail("a Rice parameter that does not follow from its class")
     bits = np.frombuffer(bytearray(data.raw(data.number(data.left))), np.uint8)
-    ranks = np.empty(count, np.uint32)
-    ends = np.cumsum(counts)
-    begins = ends - counts
-    at = 0
-    for c, parameter in zip(used.tolist(), parameters, strict=True):
-        here, size = ranks[begins[c] : ends[c]], int(sizes[c])
-        flip = 2 * here.size > size
-        written = np.empty(size - here.size, np.uint32) if flip else here
-        at = int(k.rice_unpack(bits, at, parameter, size, written))
-        if at < 0 or parameter != _rice_parameter(size, written.size):
-            raise data.fail("ranks that do not decode")
-        if flip:
-            k.complement(written, size, here)
-    positions, found = np.empty(count, np.uint32), np.zeros(classes, np.int64)
-    k.select(old, shift, mask, first, ranks, begins, ends, counts, found, positions)
-    if not np.array_equal(begins, ends) or not np.array_equal(found, sizes):
+    ranks, positions = np.empty(count, np.uint32), np.empty(count, np.uint32)
+    bit = int(loops.unpack_ranks(bits, used, begin, end, sizes, parameters, ranks))
+    if bit < 0:
+        raise data.fail("ranks that do not decode")
+    before, how = np.empty(count, old.dtype), (shift, mask, first, classes - 1)
+    if loops.select(old, how, used, ranks, begin, end, sizes, positions, before) < 0:
         raise data.fail("ranks outside their class")
-    symbols = _read_values(data, *_groups(_exponents(old[positions], dtype)))
-    z = np.empty(count, np.uint64)
-    at = k.extra_unpack(bits, at, symbols, np.uint64(2 ** (8 * old.itemsize) - 1), z)
-    if at < 0 or bits.size != -(-at // 8) or (at % 8 and int(bits[-1]) >> (at % 8)):
+    by_exponent = np.zeros(exponent[1] + 1, np.int64)
+    loops.tally_exponents(before, *exponent, by_exponent)
+    group_of, groups = np.empty(by_exponent.size, np.uint8), np.empty(count, np.uint8)
+    number = int(loops.make_groups(by_exponent, GROUP, group_of))
+    loops.assign_groups(before, exponent, group_of, groups)
+    symbols = _read_values(data, groups, number)
+    bit = int(loops.place(bits, bit, symbols, positions, before, out))
+    if bit < 0 or bits.size != -(-bit // 8) or (bit % 8 and int(bits[-1]) >> (bit % 8)):
         raise data.fail("differences that do not decode")
-    return positions, z.astype(old.dtype)
