@@ -19,12 +19,12 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from dist_lib.pulse.sparsity_measures import by_layer, count_changes, reference_bits, total
 from rich.console import Console
 from torch import Tensor
 
 from dist_lib import results
 from dist_lib.models import Decoder, load_smollm2
+from dist_lib.pulse.sparsity_measures import by_layer, count_changes, reference_bits, total
 from dist_lib.pulse.state import as_words, find_ties
 from dist_lib.tasks import GrpoConfig, GrpoStep, GrpoTrainer, sample_rollouts
 
@@ -48,8 +48,10 @@ class FewShotSums:
     answer_len = 2
 
     def __init__(self, tokenizer: Any) -> None:
-        ids: list[int] = tokenizer("0123456789+=\n", add_special_tokens=False).input_ids
-        if len(ids) != 13:
+        ids: list[int] = []
+        for text in (*"0123456789+=", "1\n"):
+            ids += tokenizer(text, add_special_tokens=False).input_ids[-1:]
+        if len(set(ids)) != 13 or len(tokenizer("1+2=3\n", add_special_tokens=False).input_ids) != 6:
             raise ValueError(f"digits, signs and the end of a line must be one token each; this tokenizer gives {ids}")
         self._digit, (self._plus, self._equals, self._end) = torch.tensor(ids[:10]), ids[10:]
         text = "".join(f"{a}+{b}={a + b}\n" for a, b in SHOTS)
