@@ -19,6 +19,7 @@ from dist_lib.agoq.bit_plan import LayerCost, Rule, in_flight, make_bit_plan
 from dist_lib.agoq.collectives import simulate_all_reduce
 from dist_lib.agoq.layer_memory import LayerShape, Layout, layer_units
 from dist_lib.agoq.memory_model import SYSTEMS
+from dist_lib.agoq.speed_model import published_speed
 from dist_lib.async_pipeline import make_schedule
 from dist_lib.checks import Equation
 from dist_lib.ops import CODECS, accumulate_, quantize, quantized_zeros
@@ -353,5 +354,14 @@ EQUATIONS = [
         library=lambda n, w, block: wire_bytes("all_reduce", n, w, GradientFormat("int8", block)).sent,
         samples=[(2**20, 2, 256), (2**20, 4, 256), (2**15, 8, 128)],
         rtol=0.0,
+    ),
+    Equation(
+        label="speedup",
+        latex=r"\frac{t_{\text{baseline}}}{t_{\text{AGoQ}}} = \frac{1 + f\, R / L}{o}",
+        implemented_by="dist_lib.agoq.speed_model.LayerSpeed.speedup",
+        evaluate=lambda r, n: (FORWARD_MS * (1 + r / n) + BACKWARD_MS) / QUANTISED_MS,
+        library=lambda r, n: published_speed().speedup(r, n),
+        samples=[(0, 10), (4, 10), (10, 10)],
+        rtol=1e-9,
     ),
 ]
