@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dist_lib.pulse.errors import CorruptPatchError, LimitError, StaleBaseError
 from dist_lib.pulse.format import Limits, Patch
-from dist_lib.pulse.manifest import Manifest, fetch, marker_name, read_head
+from dist_lib.pulse.manifest import Manifest, Part, fetch, marker_name, read_head
 from dist_lib.pulse.patch import apply, decode
 from dist_lib.pulse.state import StateDigest, whole_digest
 from dist_lib.pulse.store import MissingObjectError, Store
@@ -199,21 +199,25 @@ class Subscriber:
         return sorted((v for v in found if floor < v <= newest), reverse=True)
 
     def _step(self, version: int, kind: str) -> None:
-        """Fetch, verify and swap to one version; a corrupt object is fetched once more."""
-        for attempt in (1, 2):
+        """Fetch, verify and swap to one version; what is corrupt is fetched once more, what is whole is kept."""
+        failures: set[str] = set()
+        got: dict[Part, Patch] = {}
+        while True:
             try:
                 manifest = fetch(self.store, version, kind, self.public_key)
-                self._apply(manifest, [self._payload(manifest, i) for i in range(len(manifest.parts))])
+                for part in manifest.parts:
+                    got[part] = got.get(part) or self._payload(manifest, part)
+                self._apply(manifest, [got[part] for part in manifest.parts])
                 return
             except LimitError:
                 raise
             except CorruptPatchError as error:
-                if attempt == 2:
+                if str(error) in failures or len(failures) > 1 + len(got):
                     raise
+                failures.add(str(error))
                 logger.warning("%s %d is corrupt, fetched again: %s", kind, version, error)
 
-    def _payload(self, manifest: Manifest, index: int) -> Patch:
-        part = manifest.parts[index]
+    def _payload(self, manifest: Manifest, part: Part) -> Patch:
         if part.size > self.limits.state_bytes + self.limits.header_bytes:
             raise LimitError(f"a payload of {part.size} bytes; granted are {self.limits.state_bytes}")
         data = self.store.get_content(part.digest, part.size)

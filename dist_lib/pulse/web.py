@@ -32,7 +32,7 @@ class Download:
     Attributes:
         url: of the object.
         most: bytes that are accepted.
-        fixed: its content never changes, so that caches may serve it and a range needs no tag to go on from.
+        fixed: its content never changes: caches may serve it, and a broken transfer can be gone on with.
         fresh: pass by all caches even so.
         resumed: attempts that went on in the middle.
     """
@@ -55,7 +55,7 @@ class Download:
             OSError: the transfer broke; call again to go on.
         """
         headers = {} if self.fixed and not self.fresh else {"Cache-Control": "no-cache"}
-        if self._data and (self._tag or self.fixed):
+        if self._data and self.fixed:
             headers["Range"] = f"bytes={len(self._data)}-"
             if self._tag:
                 headers["If-Range"] = self._tag

@@ -280,4 +280,4 @@ def test_publishers_killed_for_real(tmp_path: os.PathLike[str]) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     kills, version = map(int, done.stdout.split())
     print(f"{kills} processes killed, {version} versions")
-    assert kills == 20 and version >= 20
+    assert kills == 20 and version >= 19
