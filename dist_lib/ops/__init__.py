@@ -3,9 +3,11 @@
 Newton-Schulz (:func:`newton_schulz`) with its coefficient sets (:data:`COEFFICIENTS`, :func:`polar_express`), FLOP
 counts and the symmetric products that it is made of. Block quantisation (:func:`quantize`, :func:`accumulate_`) with
 its number formats (:data:`CODECS`) and their measured error (:func:`error_table`); RMSNorm and SwiGLU around codes
-(:func:`rms_norm_quantize`, :func:`rms_norm_backward`, :func:`swiglu_backward`).
+(:func:`rms_norm_quantize`, :func:`rms_norm_backward`, :func:`swiglu_backward`). The cells of two tensors whose bits
+differ (:func:`bit_changes`).
 """
 
+from dist_lib.ops.bit_diff import bit_changes, bit_changes_use_kernel
 from dist_lib.ops.codecs import CODECS, Codec, get_codec
 from dist_lib.ops.coefficients import COEFFICIENTS, Triple, polar_express, resolve, scalar_map, with_safety
 from dist_lib.ops.fused_quantized import rms_norm_backward, rms_norm_quantize, swiglu_backward
@@ -30,6 +32,8 @@ __all__ = [
     "Quantized",
     "Triple",
     "accumulate_",
+    "bit_changes",
+    "bit_changes_use_kernel",
     "choose_form",
     "commuting_product",
     "dequantize",
