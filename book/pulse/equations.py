@@ -13,6 +13,9 @@ import torch
 
 from dist_lib.checks import Equation
 from dist_lib.pulse import sparsity
+from dist_lib.pulse.loco import feedback, gate
+from dist_lib.pulse.loco_config import dense_wire_bytes, sparse_wire_bytes
+from dist_lib.pulse.loco_loop import nesterov_step
 from dist_lib.pulse.sparsity_measures import (
     adam_bound,
     adam_bound_sharp,
@@ -108,6 +111,40 @@ def _bandwidth_by_search(nbytes: float, compute: float, share: float, rest: floa
 def _worst_join(anchor: float, patch: float, every: int) -> float:
     """The dearest of all moments to join, version by version."""
     return max(anchor + (version % every) * patch for version in range(3 * every))
+
+
+def _split_by_hand(theta: list[float], s: list[float]) -> list[list[float]]:
+    sent = [u if _bits(t) != _bits(_float32(_float32(t) - _float32(u))) else 0.0 for t, u in zip(theta, s, strict=True)]
+    return [sent, [u - v for u, v in zip(s, sent, strict=True)]]
+
+
+def _split_by_library(theta: list[float], s: list[float]) -> list[list[float]]:
+    sent, kept = feedback(_tensor(s), gate(_tensor(theta), _tensor(s)))
+    return [sent.tolist(), kept.tolist()]
+
+
+def _unsent(theta: list[float], s: list[float], rounds: int) -> list[float]:
+    """Everything that was sent in some rounds of equal updates from fixed weights, plus the last buffer."""
+    total, kept = torch.zeros(len(s)), torch.zeros(len(s))
+    for _ in range(rounds):
+        wanted = _tensor(s) + kept
+        sent, kept = feedback(wanted, gate(_tensor(theta), wanted))
+        total += sent
+    return [float(v) for v in (total + kept).tolist()]
+
+
+def _outer_by_hand(theta: float, momentum: float, g: list[float]) -> list[float]:
+    for x in g:
+        momentum = 0.9 * momentum + x
+        theta = theta - 0.7 * (x + 0.9 * momentum)
+    return [theta, momentum]
+
+
+def _outer_by_library(theta: float, momentum: float, g: list[float]) -> list[float]:
+    t, m = _tensor([theta]), _tensor([momentum])
+    for x in g:
+        nesterov_step(t, m, _tensor([x]), lr=0.7, mu=0.9)
+    return [float(t), float(m)]
 
 
 EQUATIONS = [
@@ -231,5 +268,51 @@ EQUATIONS = [
         library=chain_bytes,
         samples=[([0.01, 0.02, 0.015], 10_000, 3.0)],
         rtol=1e-9,
+    ),
+    Equation(
+        label="gate",
+        latex=(
+            r"s = (\theta - w) + e, \qquad "
+            r"V = \{\, i : \mathrm{cast}(\theta_i) \neq \mathrm{cast}(\theta_i - s_i)\,\}, "
+            r"\qquad e_V \leftarrow 0, \quad e_{\bar V} \leftarrow s_{\bar V}"
+        ),
+        implemented_by="dist_lib.pulse.loco.feedback",
+        evaluate=_split_by_hand,
+        library=_split_by_library,
+        samples=[(THETA, STEP)],
+        rtol=1e-6,
+    ),
+    Equation(
+        label="conservation",
+        latex=r"\sum_{t} \text{sent}_t + e_{\text{last}} = \sum_t (\theta_t - w_t)",
+        implemented_by="dist_lib.pulse.loco.feedback",
+        evaluate=lambda theta, s, rounds: [rounds * u for u in s],
+        library=_unsent,
+        samples=[(THETA, STEP, 9)],
+        rtol=1e-6,
+    ),
+    Equation(
+        label="outer",
+        latex=(
+            r"g = \frac1R \sum_{r=1}^{R} \text{sent}^{(r)}, \qquad M \leftarrow \mu M + g, "
+            r"\qquad \theta \leftarrow \theta - \alpha\,(g + \mu M)"
+        ),
+        implemented_by="dist_lib.pulse.loco_loop.nesterov_step",
+        evaluate=_outer_by_hand,
+        library=_outer_by_library,
+        samples=[(0.5, 0.1, [0.2, -0.3, 0.05]), (-1.0, 0.0, [1.0])],
+        rtol=1e-6,
+    ),
+    Equation(
+        label="wire",
+        latex=(
+            r"\frac{b_{\text{dense}}}{b_{\text{sparse}}} \approx "
+            r"\frac{2\,(R-1)/R \cdot 4d}{(R-1)\, p} = \frac{2}{R}\cdot\frac{4d}{p}"
+        ),
+        implemented_by="dist_lib.pulse.loco_config.sparse_wire_bytes",
+        evaluate=lambda d, p, r: 2 / r * 4 * d / p,
+        library=lambda d, p, r: dense_wire_bytes(d, r, digest=False) / (sparse_wire_bytes(p, r, digest=False)),
+        samples=[(10**8, 10**7, 2), (10**8, 3 * 10**7, 4)],
+        rtol=1e-4,
     ),
 ]
