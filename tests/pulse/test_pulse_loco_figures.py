@@ -22,25 +22,17 @@ def test_the_gate_stays_shut_until_a_border_is_reached() -> None:
     assert paths["sent"] == [0, 0, 0, pytest.approx(0.6, abs=1e-3)] and paths["kept"][2] == pytest.approx(0.4, abs=1e-3)
 
 
-def test_density_grows_with_the_round_and_the_rate() -> None:
-    def mean(lr, steps, **more):
-        found = loco_figures.simulate_gate(lr=lr, inner_steps=steps, rounds=6, cells=6_000, **more)
-        assert all(g.density <= g.union <= 4 * g.density for g in found)
-        return sum(g.density for g in found) / len(found), found[-1].ratio
-
-    (slow, much), (fast, less), (long, least) = mean(1e-6, 1), mean(3e-6, 1), mean(3e-6, 8)
-    assert slow < fast < long and much > less > least
-    assert least < loco_figures.PAPER_RATIO, "independent noise does not reach the published ratio"
-
-
 def test_cast_error_fires_the_gate_and_the_right_start_does_not() -> None:
     fig = loco_figures.cast_error_figure(rounds=12)
     right, wrong = (t.y for t in fig.data)
-    assert max(right) < 0.1 and wrong[0] < 1 and wrong[-1] > 8
-    assert "climbs to" in fig.layout.meta["alt"]
+    assert not any(right) and wrong[0] < 1 and wrong[-1] > 8
+    assert "after 12 rounds" in fig.layout.meta["alt"]
 
 
-def test_the_density_figure_shows_both_measures() -> None:
-    fig = loco_figures.gate_density_figure((3e-6,), (1, 8), rounds=2)
-    shown = [t for t in fig.data if t.visible]
-    assert len(fig.data) == 3 and len(shown) == 1 and shown[0].y[1] > shown[0].y[0]
+def test_density_grows_with_the_round_and_the_rate() -> None:
+    fig = loco_figures.gate_density_figure((1e-6, 3e-6), (1, 8), rounds=3, cells=5_000)
+    slow, fast, save_slow, save_fast, paper = (t.y for t in fig.data)
+    assert slow[0] < fast[0] < fast[1] and slow[1] < fast[1]
+    assert save_slow[0] > save_fast[0] > save_fast[1]
+    assert save_fast[1] < paper[1], "independent noise does not reach the published ratio"
+    assert [bool(t.visible) for t in fig.data] == [True, True, False, False, False]
