@@ -55,8 +55,9 @@ class Place:
 
 @dataclass(frozen=True)
 class Change:
-    """The changed cells of a segment: ``positions`` (uint32, ascending), their words ``before`` and ``after``."""
+    """Changed cells of a segment of ``cells``: ``positions`` (uint32, ascending) and words ``before`` and ``after``."""
 
+    cells: int
     positions: Words
     before: Words
     after: Words
@@ -67,7 +68,7 @@ def _narrowest(values: Words, least: int) -> np.dtype[Any]:
     return np.dtype(next(f"<u{w}" for w in (1, 2, 4, 8) if w >= least and most < 1 << (8 * w)))
 
 
-def _paper_encode(out: Writer, old: Words, change: Change, place: Place) -> None:
+def _paper_encode(out: Writer, old: Words | None, change: Change, place: Place) -> None:
     flat = change.positions.astype(np.int64) + (place.start % place.row)
     rows, columns = np.divmod(flat, place.row)
     row_step = np.diff(rows, prepend=0)
@@ -110,9 +111,9 @@ def _paper_decode(data: Reader, old: Words, count: int, place: Place, out: Words
     out[flat] = values
 
 
-def _fast_encode(out: Writer, old: Words, change: Change, place: Place) -> None:
-    count, width = change.positions.size, old.itemsize
-    gaps, escapes = np.empty(count, np.uint8), np.empty(5 * (old.size // 255 + 1), np.uint8)
+def _fast_encode(out: Writer, old: Words | None, change: Change, place: Place) -> None:
+    count, width = change.positions.size, change.before.itemsize
+    gaps, escapes = np.empty(count, np.uint8), np.empty(5 * (change.cells // 255 + 1), np.uint8)
     used = kernels().gap_pack(change.positions, gaps, escapes)
     z = zigzag(change.before, change.after)
     wide = (z[z >= 255] - z.dtype.type(255)) if width == 2 else z[:0]
@@ -145,9 +146,11 @@ def _fast_decode(data: Reader, old: Words, count: int, place: Place, out: Words)
     out[positions] = unzigzag(old[positions], z)
 
 
-def _small_encode(out: Writer, old: Words, change: Change, place: Place) -> None:
+def _small_encode(out: Writer, old: Words | None, change: Change, place: Place) -> None:
     from dist_lib.pulse.small import encode
 
+    if old is None:
+        raise ValueError("the small codec ranks changed cells among all: it needs the words of the base")
     encode(out, old, change, place.spec.dtype)
 
 
@@ -160,12 +163,13 @@ def _small_decode(data: Reader, old: Words, count: int, place: Place, out: Words
 @dataclass(frozen=True)
 class Codec:
     """A name, its number in the format, and the two directions for one segment; ``decode`` writes over a copy of the
-    old words."""
+    old words. Only with ``needs_base`` does ``encode`` look at words that did not change."""
 
     name: str
     number: int
-    encode: Callable[[Writer, Words, Change, Place], None]
+    encode: Callable[[Writer, Words | None, Change, Place], None]
     decode: Callable[[Reader, Words, int, Place, Words], None]
+    needs_base: bool = False
 
 
 CODECS: Mapping[str, Codec] = {
@@ -173,7 +177,7 @@ CODECS: Mapping[str, Codec] = {
     for c in (
         Codec("paper", 1, _paper_encode, _paper_decode),
         Codec("fast", 2, _fast_encode, _fast_decode),
-        Codec("small", 3, _small_encode, _small_decode),
+        Codec("small", 3, _small_encode, _small_decode, needs_base=True),
     )
 }
 
@@ -195,18 +199,22 @@ def find_changes(old: Words, new: Words) -> Change:
     old, new = np.ascontiguousarray(old), np.ascontiguousarray(new)
     room = np.empty(old.size, np.uint32), np.empty(old.size, old.dtype), np.empty(old.size, old.dtype)
     found = int(kernels().changed(old, new, *room))
-    return Change(*(a[:found].copy() for a in room))
+    return Change(old.size, *(a[:found].copy() for a in room))
 
 
-def encode_segment(codec: Codec, old: Words, new: Words, place: Place) -> bytes:
-    """Code the change from ``old`` to ``new`` (1-D words of one segment); nothing for no change."""
-    change = find_changes(old, new)
+def encode_change(codec: Codec, old: Words | None, change: Change, place: Place) -> bytes:
+    """Code the changes of a segment; nothing for none. ``old``: its words before, for a codec that needs its base."""
     if change.positions.size == 0:
         return b""
     out = Writer()
     out.number(change.positions.size)
     codec.encode(out, old, change, place)
     return out.done()
+
+
+def encode_segment(codec: Codec, old: Words, new: Words, place: Place) -> bytes:
+    """Code the change from ``old`` to ``new`` (1-D words of one segment); nothing for no change."""
+    return encode_change(codec, old, find_changes(old, new), place)
 
 
 def decode_segment(codec: Codec, data: memoryview, old: Words, place: Place, out: Words | None = None) -> Words:

@@ -15,7 +15,16 @@ import torch
 from torch import Tensor
 
 from dist_lib.pulse import format as fileformat
-from dist_lib.pulse.codecs import Place, decode_full, decode_segment, encode_full, encode_segment, get_codec
+from dist_lib.pulse.codecs import (
+    Change,
+    Place,
+    decode_full,
+    decode_segment,
+    encode_change,
+    encode_full,
+    encode_segment,
+    get_codec,
+)
 from dist_lib.pulse.errors import CorruptPatchError, StaleBaseError, StateError
 from dist_lib.pulse.format import Entry, Limits, Patch, segment_cells
 from dist_lib.pulse.state import (
@@ -71,7 +80,7 @@ def diff(
         if name in ties:
             return Entry(name, spec, "alias", digest.tensors[name], ties[name])
         known = name in old and spec_of(name, old[name]) == spec
-        same = known and _equal(as_words(old[name]), as_words(new[name]), spec)
+        same = known and _equal(old[name], new[name], spec)
         return Entry(name, spec, "same" if same else "cells" if known else "full", digest.tensors[name])
 
     entries = tuple(in_threads(entry, sorted(new), workers))
@@ -81,23 +90,55 @@ def diff(
     )
 
 
-def _equal(a: Words, b: Words, spec: TensorSpec) -> bool:
-    """Whether all words are equal; piece by piece, and no further than the first that is not."""
+def _equal(old: Tensor, new: Tensor, spec: TensorSpec) -> bool:
+    """Whether all bits are equal; on a CPU piece by piece, and no further than the first that is not."""
+    if old.device == new.device and old.device.type != "cpu":
+        return torch.equal(_flat_bytes(old), _flat_bytes(new))
+    a, b = as_words(old), as_words(new)
     return all(np.array_equal(a[start : start + n], b[start : start + n]) for start, n in segment_cells(spec))
+
+
+def _flat_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def device_changes(old: Tensor, new: Tensor, spec: TensorSpec) -> list[Change]:
+    """The changes in each segment of a tensor of 16-bit cells, found where it lies; only they are copied to the CPU."""
+    from dist_lib.ops import bit_changes
+
+    flat = [_flat_bytes(t).view(torch.int16) for t in (old, new)]
+    found = bit_changes(*flat)
+    before, after = (t[found].cpu().numpy().view(np.uint16) for t in flat)
+    positions = found.cpu().numpy()
+    changes = []
+    for start, cells in segment_cells(spec):
+        here = slice(*np.searchsorted(positions, (start, start + cells)))
+        changes.append(Change(cells, (positions[here] - start).astype(np.uint32), before[here], after[here]))
+    return changes
+
+
+def _code_cells(entry: Entry, old: Tensor, new: Tensor, codec: str) -> list[bytes]:
+    """Coded segments of a tensor that the base has; only the changes leave an accelerator, if the codec needs no more."""
+    chosen, spec = get_codec(codec), entry.spec
+    places = [Place(spec, start) for start, _ in segment_cells(spec)]
+    if old.device == new.device and old.device.type == "cuda" and spec.width == 2:
+        base = as_words(old) if chosen.needs_base else None
+        changes = zip(places, device_changes(old, new, spec), strict=True)
+        return [encode_change(chosen, None if base is None else base[p.start :][: c.cells], c, p) for p, c in changes]
+    a, b = as_words(old), as_words(new)
+    pieces = [slice(start, start + cells) for start, cells in segment_cells(spec)]
+    return [encode_segment(chosen, a[s], b[s], place) for s, place in zip(pieces, places, strict=True)]
 
 
 def _encode_entry(entry: Entry, old: State, new: State, codec: str) -> Entry:
     if entry.kind not in ("cells", "full"):
         return entry
-    words, segments = as_words(new[entry.name]), segment_cells(entry.spec)
-    base = as_words(old[entry.name]) if entry.kind == "cells" else None
-    kind, coded = entry.kind, []
-    if base is not None:
-        chosen = get_codec(codec)
-        coded = [encode_segment(chosen, base[a : a + n], words[a : a + n], Place(entry.spec, a)) for a, n in segments]
-    if base is None or sum(map(len, coded)) > entry.spec.nbytes // 2:
-        full = [encode_full(words[a : a + n]) for a, n in segments]
-        if base is None or sum(map(len, full)) < sum(map(len, coded)):
+    kind, based = entry.kind, entry.kind == "cells"
+    coded = _code_cells(entry, old[entry.name], new[entry.name], codec) if based else []
+    if not based or sum(map(len, coded)) > entry.spec.nbytes // 2:
+        words = as_words(new[entry.name])
+        full = [encode_full(words[a : a + n]) for a, n in segment_cells(entry.spec)]
+        if not based or sum(map(len, full)) < sum(map(len, coded)):
             kind, coded = "full", full
     if kind == "cells" and not any(coded):
         raise StateError(f"{entry.name!r} was changed after the diff; encode a patch before its states go on")
@@ -148,7 +189,7 @@ def _new_words(entry: Entry, base: Tensor | None, codec: str) -> Words:
         if entry.kind == "full" or old is None:
             words[here] = decode_full(data, cells, entry.spec.width, f"tensor {entry.name!r}")
         else:
-            words[here] = decode_segment(get_codec(codec), data, old[here], Place(entry.spec, start))
+            decode_segment(get_codec(codec), data, old[here], Place(entry.spec, start), words[here])
     return words
 
 

@@ -1,0 +1,82 @@
+"""Changes of a segment: found 64 at a time, on a device, and kept in memory that the caller gives."""
+
+import numpy as np
+import pytest
+import torch
+
+from dist_lib.pulse import codecs, patch
+from dist_lib.pulse.codecs import CODECS, Place, decode_segment, encode_change, encode_segment, find_changes
+from dist_lib.pulse.state import TensorSpec, as_words
+
+
+def words(cells: int, dtype: str, share: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    old = rng.integers(0, np.iinfo(dtype).max, cells, dtype, endpoint=True)
+    return old, np.where(rng.random(cells) < share, old ^ rng.integers(1, 100, cells).astype(dtype), old)
+
+
+@pytest.mark.parametrize("dtype", ["u1", "u2", "u4", "u8"])
+@pytest.mark.parametrize("cells", [1, 63, 64, 65, 1000])
+def test_changes_are_those_of_a_comparison(cells: int, dtype: str) -> None:
+    for share in (0.0, 0.02, 1.0):
+        old, new = words(cells, dtype, share)
+        change = find_changes(old, new)
+        expected = np.flatnonzero(old != new)
+        assert change.cells == cells and np.array_equal(change.positions, expected)
+        assert np.array_equal(change.before, old[expected]) and np.array_equal(change.after, new[expected])
+
+
+def test_changes_of_cells_that_are_not_contiguous() -> None:
+    old, new = words(4000, "u2", 0.1)
+    assert np.array_equal(find_changes(old[::3], new[::3]).positions, np.flatnonzero(old[::3] != new[::3]))
+
+
+@pytest.mark.parametrize("codec", list(CODECS))
+def test_changes_found_where_a_tensor_lies_give_the_same_bytes(codec: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (patch.fileformat, codecs):
+        monkeypatch.setattr(module, "SEGMENT", 1000)
+    generator = torch.Generator().manual_seed(0)
+    master = torch.randn(70, 51, generator=generator) * 0.02
+    old, new = master.bfloat16(), (master + 1e-4 * torch.randn(70, 51, generator=generator)).bfloat16()
+    new.view(-1)[1000:2000] = old.view(-1)[1000:2000]  # a segment without changes
+    spec = TensorSpec(torch.bfloat16, (70, 51))
+    a, b = as_words(old), as_words(new)
+    found = patch.device_changes(old, new, spec)
+    assert len(found) == 4 and found[1].positions.size == 0
+    for start, change in zip(range(0, 3570, 1000), found, strict=True):
+        here, place = slice(start, start + 1000), Place(spec, start)
+        base = a[here] if CODECS[codec].needs_base else None
+        assert encode_change(CODECS[codec], base, change, place) == encode_segment(
+            CODECS[codec], a[here], b[here], place
+        )
+    if CODECS[codec].needs_base:
+        with pytest.raises(ValueError, match="needs the words of the base"):
+            encode_change(CODECS[codec], None, found[0], Place(spec, 0))
+
+
+@pytest.mark.parametrize("codec", list(CODECS))
+@pytest.mark.parametrize("cells", [511, 512, 513, 5000])
+def test_segments_decode_into_given_memory(codec: str, cells: int) -> None:
+    """Around the size of a block, at several densities; the base stays as it was."""
+    for share in (0.001, 0.03, 0.6, 1.0):
+        old, new = words(cells, "u2", share, seed=cells)
+        place = Place(TensorSpec(torch.bfloat16, (cells,)), 0)
+        data = encode_segment(CODECS[codec], old, new, place)
+        kept, out = old.copy(), np.full(cells, 7, np.uint16)
+        assert decode_segment(CODECS[codec], memoryview(data), old, place, out) is out
+        assert np.array_equal(out, new) and np.array_equal(old, kept)
+
+
+def test_small_follows_the_exponent() -> None:
+    """Where only small cells change, their positions cost less than a mask that knows nothing could."""
+    rng = np.random.default_rng(0)
+    old = torch.from_numpy(rng.normal(0, 0.02, 1 << 17)).bfloat16()
+    words_old = as_words(old)
+    order = (words_old >> 7) & 255
+    new = words_old.copy()
+    small = np.flatnonzero(order <= np.quantile(order, 0.02))
+    new[small] += 1
+    density = small.size / new.size
+    entropy = -(density * np.log2(density) + (1 - density) * np.log2(1 - density)) * new.size / 8
+    place = Place(TensorSpec(torch.bfloat16, (1 << 17,)), 0)
+    assert len(encode_segment(CODECS["small"], words_old, new, place)) < 0.3 * entropy
