@@ -118,7 +118,7 @@ def device_changes(old: Tensor, new: Tensor, spec: TensorSpec) -> list[Change]:
 
 
 def _code_cells(entry: Entry, old: Tensor, new: Tensor, codec: str) -> list[bytes]:
-    """Coded segments of a tensor that the base has; only the changes leave an accelerator, if the codec needs no more."""
+    """Coded segments of a tensor that the base has; only changes leave an accelerator, where they suffice."""
     chosen, spec = get_codec(codec), entry.spec
     places = [Place(spec, start) for start, _ in segment_cells(spec)]
     if old.device == new.device and old.device.type == "cuda" and spec.width == 2:
