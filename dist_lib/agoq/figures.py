@@ -107,8 +107,7 @@ def layer_figure(
         y="layout",
         alt=(
             "Stacked bars of what a model's layers keep, by tensor. In BF16 gate, up and what follows them take most; "
-            f"with {LAYOUT_NAMES[layouts[-1]]} attention's own tensors do. All layers together shrink: "
-            + ", ".join(facts)
+            "in the last row, attention's own tensors do. All layers together shrink: " + ", ".join(facts)
         ),
         traces=traces,
         controls=[

@@ -57,7 +57,7 @@ def test_one_all_reduce_holds_what_its_steps_say():
 
 def test_measured_pictures_draw_what_they_are_given():
     table = {(s, c): GradientQuality(0.1 * i, 1.0) for i, (s, c) in enumerate([("a", "x"), ("b", "x")], 1)}
-    assert list(quality_figure(table).data[0].y) == [0.1, 0.2]
+    assert list(quality_figure(table).data[0].x) == [0.1, 0.2]
     fig = ranks_figure({"int8": {"ring": {2: 0.1, 4: 0.2}}, "e4m3": {"ring": {2: 0.3, 4: 0.4}}})
     assert list(of(fig, "codec", "e4m3", "ring")[0].y) == [0.3, 0.4]
     rows = list(error_table(codecs=("fp4", "int8"), block_sizes=(64,), distributions=("gaussian",), count=2**12))
