@@ -39,7 +39,9 @@ def _to_grid(x: Tensor, scale: Tensor, limit: float, poison: float = 0.0) -> Ten
     divisor = torch.where(scale > 0, scale.float(), 1.0)
     factor = torch.full_like(divisor, limit) / divisor  # not ``limit / divisor``: torch rounds that twice
     y = x * factor.clamp(max=MAX_FACTOR)[..., None]
-    return y.masked_fill_(scale.isnan()[..., None], poison)
+    bad = scale.isnan()
+    # A CPU can look whether there is such a block at all; a GPU would have to wait for the answer.
+    return y if y.device.type == "cpu" and not bad.any() else y.masked_fill_(bad[..., None], poison)
 
 
 def _round(y: Tensor, noise: Tensor | None) -> Tensor:
@@ -72,7 +74,7 @@ def _codes(y: Tensor, codec: Codec, noise: Tensor | None) -> Tensor:
     """uint8 codes of numbers ``y`` in grid units, -limit ... limit."""
     if codec.kind == "integer":
         whole = _round(y, noise).to(torch.int8).view(torch.uint8)
-        return whole.bitwise_and_(2**codec.bits - 1)
+        return whole if codec.bits == 8 else whole.bitwise_and_(2**codec.bits - 1)
     if codec.kind == "minmax":
         return _round(y, noise).to(torch.uint8)
     if codec.kind == "float8" and noise is None:
@@ -109,7 +111,9 @@ def encode(x: Tensor, codec: Codec, scale_dtype: torch.dtype, noise: Tensor | No
         return pack(_codes(y, codec, noise), codec.bits), torch.stack((step, low), dim=-1)
     scale = _stored(x.abs().amax(dim=-1), scale_dtype)
     zero_code = -codec.limit if codec.kind == "table" else 0.0
-    y = _to_grid(x, scale, codec.limit, zero_code).clamp_(-codec.limit, codec.limit)
+    y = _to_grid(x, scale, codec.limit, zero_code)
+    if codec.kind != "integer" or noise is not None:  # an integer beyond the limit by a rounding error rounds to it
+        y.clamp_(-codec.limit, codec.limit)
     return pack(_codes(y, codec, noise), codec.bits), scale
 
 

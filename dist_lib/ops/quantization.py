@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -29,6 +30,7 @@ from dist_lib.ops.packing import packed_bytes
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 NEAREST = -1  # the seed that stands for nearest rounding in the registered operations
+TILE = 2**18  # numbers that a CPU works on at a time, so that what lies between two steps stays in its cache
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,18 @@ def _spans(count: int, block_size: int) -> list[tuple[slice, int, int]]:
     return [*spans, (slice(full * block_size, count), 1, rest)] if rest else spans
 
 
+def _tiles(numbers: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Pieces of (rows, blocks, numbers of a block): whole rows or blocks of one row, about :data:`TILE` on a CPU."""
+    rows, blocks, size = numbers.shape
+    if numbers.device.type != "cpu":
+        yield slice(None), slice(None)
+        return
+    some_rows, some_blocks = max(TILE // (blocks * size), 1), max(TILE // size, 1)
+    for row in range(0, rows, some_rows):
+        for block in range(0, blocks, some_blocks):
+            yield slice(row, row + some_rows), slice(block, block + some_blocks)
+
+
 @torch.library.custom_op("dist_lib::quantize_blocks", mutates_args=())
 def quantize_blocks(x: Tensor, codec: str, block_size: int, half_scales: bool, seed: int) -> tuple[Tensor, Tensor]:
     """Codes (rows, bytes) uint8 and scales (rows, blocks[, 2]) of ``x`` (rows, numbers); seed -1: nearest rounding."""
@@ -144,15 +158,17 @@ def quantize_blocks(x: Tensor, codec: str, block_size: int, half_scales: bool, s
             quantize_launch(x, codes, scales, chosen, tables(codec, x.device), block_size, seed)
         return codes, scales
     noise = None if seed == NEAREST else uniform(seed, 0, x.numel(), x.device).view(rows, count)
-    wide = x.to(torch.float32, memory_format=torch.contiguous_format)
     at_byte = at_block = 0
     for span, blocks, size in _spans(count, block_size):
+        width = packed_bytes(size, chosen.bits)
+        numbers = x[:, span].unflatten(-1, (blocks, size))
         some = None if noise is None else noise[:, span].unflatten(-1, (blocks, size))
-        packed, scale = encode(wide[:, span].unflatten(-1, (blocks, size)), chosen, scale_dtype, some)
-        packed = packed.flatten(1)
-        codes[:, at_byte : at_byte + packed.shape[1]] = packed
-        scales[:, at_block : at_block + blocks] = scale
-        at_byte, at_block = at_byte + packed.shape[1], at_block + blocks
+        packed = codes[:, at_byte : at_byte + blocks * width].unflatten(-1, (blocks, width))
+        scale = scales[:, at_block : at_block + blocks]
+        for tile in _tiles(numbers):
+            wide = numbers[tile].to(torch.float32, memory_format=torch.contiguous_format)
+            packed[tile], scale[tile] = encode(wide, chosen, scale_dtype, None if some is None else some[tile])
+        at_byte, at_block = at_byte + blocks * width, at_block + blocks
     return codes, scales
 
 
@@ -187,11 +203,13 @@ def dequantize_blocks(
         return out
     at_byte = at_block = 0
     for span, blocks, size in _spans(count, block_size):
-        width = blocks * packed_bytes(size, chosen.bits)
-        packed = codes[:, at_byte : at_byte + width].unflatten(-1, (blocks, -1))
-        numbers = decode(packed, scales[:, at_block : at_block + blocks], size, chosen)
-        out[:, span] = numbers.flatten(1)
-        at_byte, at_block = at_byte + width, at_block + blocks
+        width = packed_bytes(size, chosen.bits)
+        packed = codes[:, at_byte : at_byte + blocks * width].unflatten(-1, (blocks, width))
+        scale = scales[:, at_block : at_block + blocks]
+        numbers = out[:, span].unflatten(-1, (blocks, size))
+        for tile in _tiles(numbers):
+            numbers[tile] = decode(packed[tile], scale[tile], size, chosen)
+        at_byte, at_block = at_byte + blocks * width, at_block + blocks
     return out
 
 
