@@ -101,13 +101,15 @@ class Store:
             fsspec = importlib.import_module("fsspec")
         except ImportError as error:
             raise MissingPackageError("fsspec", "a store") from error
-        fresh = {} if protocol in ("file", "memory") else {"use_listings_cache": False}
+        fresh = {} if protocol in ("file", "memory") else {"use_listings_cache": False, "skip_instance_cache": True}
         try:
             self._fs, self._root = fsspec.core.url_to_fs(self.url, **{**fresh, **self.options})
         except ImportError as error:
             if protocol != "s3":
                 raise
             raise MissingPackageError("s3fs", "a store in S3", "s3") from error
+        if protocol == "s3":
+            self._fs.retries = 1  # trying again is done here, where it is counted and logged
 
     def _path(self, name: str) -> str:
         parts = name.split("/")

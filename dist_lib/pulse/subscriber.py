@@ -50,11 +50,13 @@ def _exists(store: Store, version: int) -> bool:
     return any(store.size(marker_name(version, kind)) is not None for kind in ("patch", "anchor"))
 
 
-def _listed(store: Store, kind: str | None = None) -> list[int]:
-    """Versions with a marker, ascending; empty where the store cannot be listed."""
+def _listed(store: Store, kind: str | None = None, *, needed: bool = False) -> list[int]:
+    """Versions with a marker, ascending; empty where the store cannot be listed, unless that is ``needed``."""
     try:
         names = [n.rpartition("/")[2].partition(".") for n in store.names("versions")]
     except (OSError, RuntimeError, ValueError) as error:
+        if needed:  # a store that fails is not an empty one
+            raise
         logger.info("%s cannot be listed: %s", store.url, error)
         return []
     return sorted({int(n) for n, _, k in names if n.isdigit() and k in ((kind,) if kind else ("patch", "anchor"))})
@@ -68,9 +70,12 @@ def newest_version(store: Store, *, listed: bool = False) -> int | None:
     Args:
         store: where.
         listed: list the store in any case, which also finds versions behind a gap.
+
+    Raises:
+        OSError: the store failed.
     """
     if listed:
-        return max(_listed(store), default=None)
+        return max(_listed(store, needed=True), default=None)
     try:
         version = read_head(store).version
     except (MissingObjectError, CorruptPatchError):

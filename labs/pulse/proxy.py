@@ -121,8 +121,8 @@ class Proxy:
             await asyncio.gather(
                 self._forward(reader, there[1], path, None), self._forward(there[0], writer, path, cut, back=True)
             )
-        except OSError:
-            return  # one side is gone: both are closed below
+        except (OSError, asyncio.CancelledError):
+            return  # one side is gone, or the proxy ends: both are closed below
         finally:
             for end in (writer, there[1]):
                 self._writers.discard(end)

@@ -123,5 +123,4 @@ def s3_options(port: int) -> dict[str, object]:
         "secret": "nothing",
         "endpoint_url": f"http://127.0.0.1:{port}",
         "config_kwargs": {"retries": {"max_attempts": 0}, "connect_timeout": 5, "read_timeout": 5},
-        "skip_instance_cache": True,
     }
