@@ -8,7 +8,14 @@ After *Understanding and Exploiting Weight Update Sparsity for Communication-Eff
 """
 
 from dist_lib.pulse.codecs import CODECS
-from dist_lib.pulse.errors import CorruptPatchError, LimitError, PulseError, StaleBaseError, StateError
+from dist_lib.pulse.errors import (
+    CorruptPatchError,
+    LimitError,
+    MissingPackageError,
+    PulseError,
+    StaleBaseError,
+    StateError,
+)
 from dist_lib.pulse.format import Limits, Patch
 from dist_lib.pulse.loco import PulseLoCo
 from dist_lib.pulse.loco_checkpoint import Resumed, resume, save_checkpoint
@@ -31,6 +38,7 @@ __all__ = [
     "LimitError",
     "Limits",
     "MissingObjectError",
+    "MissingPackageError",
     "NonFiniteError",
     "OuterConfig",
     "Patch",

@@ -72,7 +72,7 @@ def _replace(path: Path, write: Any) -> None:
     os.replace(beside, path)
 
 
-def save_checkpoint(loop: OuterLoop, folder: str | os.PathLike[str]) -> Path:
+def save_checkpoint(loop: OuterLoop, folder: str | Path) -> Path:
     """Save all workers' states, mid-round too; collective. Older checkpoints stay.
 
     Args:
@@ -108,7 +108,7 @@ def save_checkpoint(loop: OuterLoop, folder: str | os.PathLike[str]) -> Path:
     return path
 
 
-def checkpoints(folder: str | os.PathLike[str]) -> list[tuple[int, int, int, Path]]:
+def checkpoints(folder: str | Path) -> list[tuple[int, int, int, Path]]:
     """Complete checkpoints of a folder, oldest first: round, inner step, number of workers, path."""
     found = []
     for path in Path(folder).glob("round-*"):
@@ -134,7 +134,7 @@ def _read(path: Path, rank: int) -> dict[str, Any]:
     return state
 
 
-def resume(loop: OuterLoop, folder: str | os.PathLike[str]) -> Resumed | None:
+def resume(loop: OuterLoop, folder: str | Path) -> Resumed | None:
     """Load the newest complete checkpoint that this number of workers can continue; collective.
 
     Args:

@@ -110,7 +110,7 @@ class RoundMetrics:
 
     @property
     def dense_bytes(self) -> int:
-        """Payload of a dense exchange: four bytes a parameter, as the paper counts DiLoCo."""
+        """Payload of a dense exchange, four bytes a parameter, as the paper counts DiLoCo."""
         return FLOAT_BYTES * self.cells
 
     @property

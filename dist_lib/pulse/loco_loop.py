@@ -114,7 +114,7 @@ class OuterLoop(ABC):
 
     @property
     def steps_done(self) -> int:
-        """Inner steps of this worker since the start: the index of the next batch."""
+        """Inner steps of this worker since the start, which is the index of the next batch."""
         return self.rounds * self.config.inner_steps + self.inner_step
 
     @property

@@ -133,7 +133,7 @@ class SparsityRecorder:
 
 
 def ulp(weight: Tensor) -> Tensor:
-    """Spacing of bfloat16 at ``weight``, float32: 2^(e-7) for 2^e <= |w| < 2^(e+1), 2^-133 for subnormals."""
+    """Spacing of bfloat16 at ``weight``, float32: 2^(e-7) for ``2^e <= |w| < 2^(e+1)``, 2^-133 for subnormals."""
     size = weight.detach().float().abs()
     exponent = torch.where(size == 0, -126, torch.frexp(size).exponent - 1)
     return torch.ldexp(torch.ones_like(size), exponent.clamp(min=-126) - 7)
@@ -155,12 +155,12 @@ def visible(theta: Tensor, step: Tensor, dtype: torch.dtype = torch.bfloat16) ->
 
 
 def threshold_model(update: Tensor, weight: Tensor) -> float:
-    """Predicted S_1 where parameters are stored in bfloat16: P(|u| <= ulp(w) / 2). Our derivation."""
+    """Predicted S_1 where parameters are stored in bfloat16: ``P(|u| <= ulp(w) / 2)``. Our derivation."""
     return float((update.detach().float().abs() <= ulp(weight) / 2).double().mean())
 
 
 def crossing_model(update: Tensor, weight: Tensor) -> float:
-    """Predicted S_1 under float32 masters: 1 - mean min(1, |u| / ulp(w)). Our derivation.
+    """Predicted S_1 under float32 masters: ``1 - mean min(1, |u| / ulp(w))``. Our derivation.
 
     A master is taken to lie anywhere in its rounding cell with equal chance, so it crosses the cell's edge with a
     chance proportional to the update.
@@ -169,7 +169,7 @@ def crossing_model(update: Tensor, weight: Tensor) -> float:
 
 
 def adam_bound(beta1: float, beta2: float) -> float:
-    """Largest |update| / learning rate of Adam as the paper bounds it: sqrt((1-b1) / (1-b2)), for b1 <= b2."""
+    """Largest size of Adam's update over its learning rate, as the paper bounds it: sqrt((1-b1) / (1-b2)), b1 <= b2."""
     _check_betas(beta1, beta2)
     return math.sqrt((1 - beta1) / (1 - beta2))
 
@@ -198,7 +198,7 @@ def _check_betas(beta1: float, beta2: float) -> None:
 
 
 def critical_weight(update: float) -> float:
-    """Size below which a bfloat16 weight can move under ``|u| = update``: 256 |u| (paper, Def. A.3 and Eq. 4)."""
+    """Size below which a bfloat16 weight can move under ``|u| = update``: ``256 |u|`` (paper, Def. A.3 and Eq. 4)."""
     return 256.0 * abs(update)
 
 
