@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dist_lib.models import Decoder
@@ -177,8 +177,14 @@ def grpo_loss(
     return -torch.minimum(ratio * weight, clipped * weight).mean()
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's parameters are; problems, answers and rewards are on the CPU."""
+    return next(model.parameters()).device
+
+
 def answer_log_probs(model: Decoder, task: VerifiableTask, tokens: Tensor, temperature: float) -> Tensor:
-    """Log-probabilities of the answers in whole sequences (N, seq_len); (N, answer_len)."""
+    """Log-probabilities of the answers in whole sequences (N, seq_len); (N, answer_len), on the model's device."""
+    tokens = tokens.to(device_of(model))
     logits = model(tokens[:, :-1])[:, task.prompt_len - 1 :]
     return token_log_probs(logits, tokens[:, task.prompt_len :], temperature=temperature)
 
@@ -198,10 +204,11 @@ def sample_rollouts(model: Decoder, task: VerifiableTask, config: GrpoConfig, *,
     prompts, _ = task.problems(config.prompts, generator)
     tokens = prompts.repeat_interleave(config.samples, dim=0)
     for _ in range(task.answer_len):
-        chances = (model(tokens)[:, -1].double() / config.temperature).softmax(-1)
+        logits = model(tokens.to(device_of(model)))[:, -1].cpu()
+        chances = (logits.double() / config.temperature).softmax(-1)
         tokens = torch.cat((tokens, torch.multinomial(chances, 1, generator=generator)), dim=1)
     rewards = task.reward(tokens[:, : task.prompt_len], tokens[:, task.prompt_len :])
-    log_probs = answer_log_probs(model, task, tokens, config.temperature)
+    log_probs = answer_log_probs(model, task, tokens, config.temperature).cpu()
     return Rollouts(step, version, tokens, log_probs, rewards.view(config.prompts, config.samples))
 
 
@@ -270,13 +277,13 @@ class GrpoTrainer:
         c = self.config
         lr = c.lr * min(1.0, (self.steps + 1) / (c.warmup_steps + 1))
         now = answer_log_probs(self.acting, self.task, batch.tokens, c.temperature)
-        advantages = group_advantages(batch.rewards).flatten()
-        loss = grpo_loss(now, batch.log_probs, advantages, clip_low=c.clip_low, clip_high=c.clip_high)
+        sampled, advantages = (t.to(now.device) for t in (batch.log_probs, group_advantages(batch.rewards).flatten()))
+        loss = grpo_loss(now, sampled, advantages, clip_low=c.clip_low, clip_high=c.clip_high)
         self.acting.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(self.acting.parameters(), c.grad_clip)
         moved = self._update(lr)
-        ratio = (now.detach() - batch.log_probs).exp()
+        ratio = (now.detach() - sampled).exp()
         outside = ((ratio < 1 - c.clip_low) | (ratio > 1 + c.clip_high)).float().mean()
         self.steps += 1
         reward = float(batch.rewards.mean())

@@ -11,19 +11,20 @@ from torch import Tensor
 
 from dist_lib.models import Decoder
 from dist_lib.optim import warmup_cosine
-from dist_lib.tasks.arithmetic import Addition
+from dist_lib.tasks.grpo import VerifiableTask, device_of
 
 
 @torch.no_grad()
-def greedy_answers(model: Decoder, task: Addition, prompts: Tensor) -> Tensor:
+def greedy_answers(model: Decoder, task: VerifiableTask, prompts: Tensor) -> Tensor:
     """The likeliest answers, token by token: (N, prompt_len) int64 -> (N, answer_len) int64."""
     tokens = prompts
     for _ in range(task.answer_len):
-        tokens = torch.cat((tokens, model(tokens)[:, -1].argmax(-1, keepdim=True)), dim=1)
+        logits = model(tokens.to(device_of(model)))[:, -1]
+        tokens = torch.cat((tokens, logits.argmax(-1, keepdim=True).cpu()), dim=1)
     return tokens[:, task.prompt_len :]
 
 
-def accuracy(model: Decoder, task: Addition, *, problems: int = 1000, seed: int = 10_007) -> float:
+def accuracy(model: Decoder, task: VerifiableTask, *, problems: int = 1000, seed: int = 10_007) -> float:
     """Share of problems whose greedy answer is right; the standard error is ``sqrt(p (1 - p) / problems)``.
 
     Args:
@@ -36,15 +37,15 @@ def accuracy(model: Decoder, task: Addition, *, problems: int = 1000, seed: int 
     return float(task.reward(prompts, greedy_answers(model, task, prompts)).mean())
 
 
-def answer_loss(model: Decoder, task: Addition, prompts: Tensor, answers: Tensor) -> Tensor:
+def answer_loss(model: Decoder, task: VerifiableTask, prompts: Tensor, answers: Tensor) -> Tensor:
     """Mean cross-entropy of the answer's tokens given what is before them; scalar."""
-    tokens = torch.cat((prompts, answers), dim=1)
+    tokens = torch.cat((prompts, answers), dim=1).to(device_of(model))
     logits = model(tokens[:, :-1])[:, task.prompt_len - 1 :]
-    return F.cross_entropy(logits.flatten(0, 1), answers.flatten())
+    return F.cross_entropy(logits.flatten(0, 1), tokens[:, task.prompt_len :].flatten())
 
 
 def warm_start(
-    model: Decoder, task: Addition, *, steps: int, batch_size: int = 128, lr: float = 2e-3, seed: int = 0
+    model: Decoder, task: VerifiableTask, *, steps: int, batch_size: int = 128, lr: float = 2e-3, seed: int = 0
 ) -> list[float]:
     """Train ``model`` in place on right answers, AdamW (0.9, 0.99), warm-up and cosine.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+MODELS = ("sums", "smollm2")
 CODECS = ("small", "fast", "paper")
 STORAGES = ("fp32", "bf16")
 OPTIMIZERS = ("adamw", "muon")
@@ -15,7 +16,9 @@ class Config:
     """Settings.
 
     Attributes:
-        d_model: width of the decoder that adds numbers; a multiple of 8.
+        model: ``sums``, a small decoder that is trained here to add numbers, or ``smollm2``, the real model, which
+            adds one-digit numbers from two examples; the next four settings are of ``sums`` alone.
+        d_model: width of the decoder; a multiple of 8.
         n_layers: its layers.
         digits: of each number, 1 to 9.
         warm_steps: supervised steps before reinforcement learning begins.
@@ -28,6 +31,7 @@ class Config:
         codec: of the patches: ``small``, ``fast`` or ``paper``.
         anchor_every: versions between whole copies.
         twin: train once more with full copies instead of patches and compare the weights bit by bit.
+        save_every: GRPO steps between saved states; every round of the outer loops is saved.
         rounds: of the outer loops; 0 leaves them out.
         inner_steps: GRPO steps of each worker in a round.
         inner_lr: learning rate of these.
@@ -36,19 +40,21 @@ class Config:
         compared: outer loops, of ``pulse``, ``diloco`` and ``ddp``.
     """
 
-    d_model: int
-    n_layers: int
-    digits: int
-    warm_steps: int
     steps: int
     prompts: int
     samples: int
     lr: float
+    model: str = "sums"
+    d_model: int = 64
+    n_layers: int = 2
+    digits: int = 2
+    warm_steps: int = 250
     storage: str = "fp32"
     optimizer: str = "adamw"
     codec: str = "small"
     anchor_every: int = 10
     twin: bool = True
+    save_every: int = 1
     rounds: int = 4
     inner_steps: int = 4
     inner_lr: float = 1e-6
@@ -58,7 +64,7 @@ class Config:
 
     def __post_init__(self) -> None:
         least = {"d_model": 8, "n_layers": 1, "digits": 1, "warm_steps": 0, "steps": 1, "prompts": 1, "samples": 2}
-        for name, value in {**least, "anchor_every": 1, "rounds": 0, "inner_steps": 1}.items():
+        for name, value in {**least, "anchor_every": 1, "save_every": 1, "rounds": 0, "inner_steps": 1}.items():
             if getattr(self, name) < value:
                 raise ValueError(f"{name} = {getattr(self, name)} must be at least {value}")
         if self.d_model % 8:
@@ -68,7 +74,8 @@ class Config:
                 raise ValueError(f"{name} = {getattr(self, name)} must be above 0")
         if not 0 <= self.outer_momentum < 1:
             raise ValueError(f"outer_momentum = {self.outer_momentum} must be at least 0 and below 1")
-        for name, allowed in (("codec", CODECS), ("storage", STORAGES), ("optimizer", OPTIMIZERS)):
+        choices = (("model", MODELS), ("codec", CODECS), ("storage", STORAGES), ("optimizer", OPTIMIZERS))
+        for name, allowed in choices:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} = {getattr(self, name)!r} must be one of {', '.join(allowed)}")
         wrong = [n for n in self.compared if n not in OUTER]

@@ -16,12 +16,11 @@ from torch import nn
 from dist_lib.comm import CommCounter
 from dist_lib.models import Decoder
 from dist_lib.pulse import DataParallel, DenseDiLoCo, OuterConfig, PulseLoCo, resume, save_checkpoint
-from dist_lib.tasks.arithmetic import Addition
-from dist_lib.tasks.grpo import GrpoConfig, answer_log_probs, group_advantages, grpo_loss, sample_rollouts
-from dist_lib.tasks.warm_start import accuracy
+from dist_lib.tasks import GrpoConfig, VerifiableTask, sample_rollouts
+from dist_lib.tasks.grpo import answer_log_probs, group_advantages, grpo_loss
 from labs.framework import RunContext
 from labs.pulse.config import Config
-from labs.pulse.sync import build
+from labs.pulse.sync import build, share_right
 
 Loop = PulseLoCo | DenseDiLoCo | DataParallel
 LOOPS: dict[str, type[Loop]] = {"pulse": PulseLoCo, "diloco": DenseDiLoCo, "ddp": DataParallel}
@@ -54,7 +53,7 @@ class Outcome:
 
 
 def loss_of_step(
-    model: Decoder, acting: Decoder, task: Addition, settings: GrpoConfig, step: int
+    model: Decoder, acting: Decoder, task: VerifiableTask, settings: GrpoConfig, step: int
 ) -> tuple[torch.Tensor, float]:
     """GRPO loss of a batch that the cast of the weights sampled, and the mean reward."""
     with torch.no_grad():
@@ -62,8 +61,8 @@ def loss_of_step(
             w.copy_(theta.bfloat16())
     batch = sample_rollouts(acting, task, settings, step=step, version=step)
     now = answer_log_probs(acting, task, batch.tokens, settings.temperature)
-    advantages = group_advantages(batch.rewards).flatten()
-    loss = grpo_loss(now, batch.log_probs, advantages, clip_low=settings.clip_low, clip_high=settings.clip_high)
+    sampled, advantages = (t.to(now.device) for t in (batch.log_probs, group_advantages(batch.rewards).flatten()))
+    loss = grpo_loss(now, sampled, advantages, clip_low=settings.clip_low, clip_high=settings.clip_high)
     return loss, float(batch.rewards.mean())
 
 
@@ -131,5 +130,5 @@ def train(name: str, config: Config, context: RunContext, before: int, total: in
             context.save_state(state | {"outcomes": {**state["outcomes"], name: asdict(outcome)}})
             save_checkpoint(loop, folder)
     acting.load_state_dict(loop.consensus(), strict=False)
-    outcome.accuracy, outcome.digest = accuracy(acting, task), loop.digest()
+    outcome.accuracy, outcome.digest = share_right(acting, task), loop.digest()
     return outcome

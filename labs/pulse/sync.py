@@ -1,8 +1,8 @@
 """First half of the lab: a trainer publishes every version, and everyone else follows the store.
 
 Rank 0 trains and publishes. Every rank, rank 0 too, holds a subscriber of its own on the same store; the last rank acts
-with what it received and samples the next batch. Version v is the weights after v steps. State is saved before the
-version is published, so a run that was killed continues with a store that is at most one version behind.
+with what it received and samples the next batch. Version v is the weights after v steps. A run that was killed goes on
+from its saved state with a store of its own, in which version 0 is that state.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dist_lib.comm import collectives
-from dist_lib.models import Decoder
+from dist_lib.models import Decoder, load_smollm2
 from dist_lib.pulse import (
     CODECS,
     Publisher,
@@ -27,20 +27,30 @@ from dist_lib.pulse import (
     digest_state,
     encode,
 )
-from dist_lib.pulse.manifest import fetch
-from dist_lib.tasks.arithmetic import Addition
-from dist_lib.tasks.grpo import GrpoConfig, GrpoTrainer, Rollouts, sample_rollouts
-from dist_lib.tasks.warm_start import accuracy, warm_start
+from dist_lib.tasks import (
+    Addition,
+    GrpoConfig,
+    GrpoTrainer,
+    Rollouts,
+    VerifiableTask,
+    accuracy,
+    sample_rollouts,
+    warm_start,
+)
 from labs.framework import RunContext
 from labs.pulse.config import Config
+from labs.pulse.stream import FewShotSums
 
 DISTANCES = (1, 2, 4, 8, 16)
 PAUSE_S = 0.005  # between two looks into the store
 PATIENCE_S = 60.0  # how long a follower waits for a version that the trainer has announced
 
 
-def build(config: Config, context: RunContext) -> tuple[Decoder, Addition]:
-    """The decoder, warm-started on every rank from the same seed, and its task."""
+def build(config: Config, context: RunContext) -> tuple[Decoder, VerifiableTask]:
+    """The model, the same on every rank, and its task; small ones are warm-started once in a process."""
+    if config.model == "smollm2":
+        real, tokenizer = load_smollm2()
+        return real.to(context.device), FewShotSums(tokenizer)
     task = Addition(config.digits)
     shape = task.model_config(d_model=config.d_model, n_layers=config.n_layers, d_ff=11 * config.d_model // 4)
     model = Decoder(shape, seed=context.seed).to(context.device)
@@ -50,6 +60,11 @@ def build(config: Config, context: RunContext) -> tuple[Decoder, Addition]:
         _WARM[config, context.seed, context.device] = {n: t.clone() for n, t in model.state_dict().items()}
     model.load_state_dict(_WARM[config, context.seed, context.device])
     return model, task
+
+
+def share_right(model: Decoder, task: VerifiableTask) -> float:
+    """Share of problems with the right answer; fewer problems for the real model, which has only 81 different ones."""
+    return accuracy(model, task, problems=1000 if isinstance(task, Addition) else 81)
 
 
 _WARM: dict[tuple[Config, int, torch.device], dict[str, Tensor]] = {}
@@ -106,16 +121,16 @@ class Sizes:
     Attributes:
         changed: cells.
         cells: of all versions together.
-        coded: bytes of the same changes by codec.
+        coded: bytes of the patches by codec; those of the run's own codec are the ones that were published.
     """
 
     changed: int = 0
     cells: int = 0
     coded: dict[str, int] = field(default_factory=dict)
 
-    def add(self, old: dict[str, Tensor], new: dict[str, Tensor]) -> float:
-        """Count one more version; returns its share of changed cells."""
-        patch = diff(old, new, base_version=0, version=1)
+    def add(self, old: dict[str, Tensor], new: dict[str, Tensor], version: int) -> float:
+        """Count the patch that makes one more version; returns the share of changed cells."""
+        patch = diff(old, new, base_version=version - 1, version=version)
         counts = count_changes(old, new).values()
         changed, cells = sum(c.changed for c in counts), sum(c.cells for c in counts)
         for codec in CODECS:
@@ -124,16 +139,18 @@ class Sizes:
         return changed / cells
 
 
-def shared_rollouts(batch: Rollouts | None, config: Config, task: Addition, context: RunContext, step: int) -> Rollouts:
+def shared_rollouts(
+    batch: Rollouts | None, config: Config, task: VerifiableTask, context: RunContext, step: int
+) -> Rollouts:
     """The last rank's batch on every rank."""
     rows, last = config.prompts * config.samples, context.dist.world_size - 1
     if batch is None:
-        tokens = torch.empty(rows, task.seq_len, dtype=torch.int64)
+        tokens = torch.empty(rows, task.prompt_len + task.answer_len, dtype=torch.int64)
         batch = Rollouts(
             step, step, tokens, torch.empty(rows, task.answer_len), torch.empty(config.prompts, config.samples)
         )
-    parts = (t.to(context.device) for t in (batch.tokens, batch.log_probs, batch.rewards))
-    return Rollouts(step, step, *(collectives.broadcast(t, last) for t in parts))
+    parts = [t.to(context.device) for t in (batch.tokens, batch.log_probs, batch.rewards)]
+    return Rollouts(step, step, *(collectives.broadcast(t, last).cpu() for t in parts))
 
 
 def train_and_publish(config: Config, context: RunContext, total: int, saved: dict[str, Any] | None) -> dict[str, Any]:
@@ -153,37 +170,37 @@ def train_and_publish(config: Config, context: RunContext, total: int, saved: di
         model, task = build(config, context)
     settings = grpo_settings(config, context.seed)
     trainer = GrpoTrainer(model, task, settings)  # steps on rank 0 only
-    store = Store(str(context.directory / "store"))
-    follower = Follower(Subscriber(store), model)
-    publisher = Publisher(store, codec=config.codec, anchor_every=config.anchor_every) if main else None
-    recorder, sizes, before = SparsityRecorder(DISTANCES), Sizes(), accuracy(trainer.acting, task)
+    recorder, sizes, before = SparsityRecorder(DISTANCES), Sizes(), share_right(trainer.acting, task)
     if saved is not None:
         trainer.load_state_dict(saved["trainer"])
         sizes, before = Sizes(**saved["sizes"]), saved["before"]
     held, first = trainer.weights(), trainer.steps
-    newest = publisher.resume() if publisher else None
     recorder.record(held)
-    for version in range(first, config.steps + 1):
-        if publisher is not None and (newest is None or newest < version):
+    store = _fresh_store(context, first)
+    follower = Follower(Subscriber(store), model)
+    publisher = Publisher(store, codec=config.codec, anchor_every=config.anchor_every) if main else None
+    for step in range(first, config.steps + 1):
+        if publisher is not None:
             with context.timed("publish"):
                 publisher.publish(held)
         with context.timed("follow"):
-            follower.catch_up(version)
-        if version == config.steps:
+            follower.catch_up(step - first)
+        if step == config.steps:
             break
         with context.timed("sample"):
-            batch = sample_rollouts(follower.acting, task, settings, step=version, version=version) if last else None
-        batch = shared_rollouts(batch, config, task, context, version)
+            batch = sample_rollouts(follower.acting, task, settings, step=step, version=step) if last else None
+        batch = shared_rollouts(batch, config, task, context, step)
         if main:
             with context.timed("train"):
                 took = trainer.step(batch)
             now = trainer.weights()
             recorder.record(now)
-            context.log_step(version + 1, total, reward=took.reward, changed_percent=100 * sizes.add(held, now))
+            changed = sizes.add(held, now, step + 1)
+            context.log_step(step + 1, total, reward=took.reward, changed_percent=100 * changed)
             held = now
-            context.save_state(
-                {"trainer": trainer.state_dict(), "sizes": asdict(sizes), "before": before, "outcomes": {}}
-            )
+            if (step + 1) % config.save_every == 0:
+                state = {"trainer": trainer.state_dict(), "sizes": asdict(sizes), "before": before, "outcomes": {}}
+                context.save_state(state)
     holding = _ranks_that_hold(held, follower, context)
     if not main:
         return {}
@@ -193,6 +210,13 @@ def train_and_publish(config: Config, context: RunContext, total: int, saved: di
         with context.timed("twin"):
             found["tensors_equal_to_twin"] = _twin(config, context, trainer)
     return found
+
+
+def _fresh_store(context: RunContext, first: int) -> Store:
+    """An empty store for the steps from ``first`` on, the same on every rank. Collective."""
+    taken = len(list(context.directory.glob("store-*")))
+    number = collectives.broadcast(torch.tensor(taken, device=context.device), 0)
+    return Store(str(context.directory / f"store-{int(number)}-from-step-{first}"))
 
 
 def _ranks_that_hold(weights: dict[str, Tensor], follower: Follower, context: RunContext) -> str:
@@ -206,7 +230,7 @@ def _ranks_that_hold(weights: dict[str, Tensor], follower: Follower, context: Ru
 
 def _measured(
     trainer: GrpoTrainer,
-    task: Addition,
+    task: VerifiableTask,
     recorder: SparsityRecorder,
     sizes: Sizes,
     config: Config,
@@ -215,14 +239,13 @@ def _measured(
     cells = sum(p.numel() for p in trainer.model.parameters())
     found: dict[str, Any] = {
         "parameters": cells,
-        "accuracy_after": accuracy(trainer.acting, task),
+        "accuracy_after": share_right(trainer.acting, task),
         "unchanged_after_1_step_percent": 100 * (1 - sizes.changed / sizes.cells),
     }
     found |= {
         f"unchanged_after_{k}_steps_percent": 100 * recorder.mean(k) for k in DISTANCES[1:] if recorder.history[k]
     }
-    store, versions = follower.subscriber.store, range(1, config.steps + 1)
-    patches = sum(part.size for v in versions for part in fetch(store, v, "patch").parts)
+    patches = sizes.coded[config.codec]
     found |= {
         "full_copy_bytes": 2 * cells,
         "patch_bytes_mean": patches / config.steps,

@@ -10,6 +10,7 @@ import torch
 
 from dist_lib.comm import distributed, launch
 from dist_lib.pulse import Store, Subscriber
+from dist_lib.pulse.manifest import fetch
 from labs.framework import ROOT, SCALES, RunContext, load_scale
 from labs.pulse import sync
 from labs.pulse.plots import figures
@@ -62,9 +63,12 @@ def test_followers_hold_the_bits_of_a_run_with_full_copies(alone, pair):
 
 
 def test_the_store_serves_strangers(pair):
-    reader = Subscriber(Store(str(pair[1] / "store")))
+    store = Store(str(pair[1] / "store-0-from-step-0"))
+    reader = Subscriber(store)
     reader.poll()
     assert reader.version == SMALL.steps
+    published = [sum(p.size for p in fetch(store, v, "patch").parts) for v in range(1, SMALL.steps + 1)]
+    assert sum(published) / SMALL.steps == pair[0][0][0]["patch_bytes_mean"]
 
 
 def test_workers_that_train_apart_are_counted(pair):
