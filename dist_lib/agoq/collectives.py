@@ -15,13 +15,16 @@ Source: AGoQ (arXiv 2605.00539), precision-preserving 8-bit all-reduce; the form
 
 from __future__ import annotations
 
+from collections import deque
+
 import torch
 from torch import Tensor
 
-from dist_lib.agoq.wire import GradientFormat, Hops, Ranks, Shards
+from dist_lib.agoq.wire import GradientFormat, Hops, Ranks, Shards, Started, sum_messages
 from dist_lib.ops.quantization import FLOATS
 
 Generator = torch.Generator | int | None
+PIECE = 2**20  # numbers of every shard that are encoded and decoded while others are on the wire
 
 
 def check_gradient(tensor: Tensor) -> None:
@@ -157,11 +160,37 @@ def all_reduce(
     divisor = _divisor(op, hops.size)
     if hops.size == 1 or tensor.numel() == 0:
         return tensor
-    sent, compensation = encode_shards(to_matrix(tensor, hops.size), form, residual, generator)
+    matrix = to_matrix(tensor, hops.size)
+    if residual is None and not hops.two and matrix.shape[1] > PIECE:
+        _reduce_in_pieces(matrix, hops, divisor, form, generator)
+        same = matrix.data_ptr() == tensor.data_ptr()
+        return tensor if same else tensor.copy_(matrix.view(-1)[: tensor.numel()].view(tensor.shape))
+    sent, compensation = encode_shards(matrix, form, residual, generator)
     own = sum_and_encode(sent, hops, divisor, None if compensation is None else compensation.lost, generator)
     if compensation is not None:
         compensation.keep()
     return _write(hops.gather(own), tensor, sent.codes.shape[1], form)
+
+
+def _reduce_in_pieces(matrix: Tensor, hops: Hops, divisor: int, form: GradientFormat, generator: Generator) -> None:
+    """All-reduce shards (ranks, length) in place, piece by piece of their length, in one hop.
+
+    While one piece is exchanged, the one before is added up and the one before that is decoded. A piece is a whole
+    number of blocks, so that bytes and (but for stochastic rounding) bits are those of one go.
+    """
+    spans = [slice(at, min(at + PIECE, matrix.shape[1])) for at in range(0, matrix.shape[1], PIECE)]
+    swaps: deque[Started] = deque()
+    gathers: deque[Started] = deque()
+    for step in range(len(spans) + 2):
+        if step < len(spans):
+            swaps.append(hops.start_swap(Shards.encode(matrix[:, spans[step]], form, generator)))
+        if 0 < step <= len(spans):
+            span = spans[step - 1]
+            total = sum_messages(swaps.popleft().wait(), span.stop - span.start, form).div_(divisor)
+            gathers.append(hops.start_gather(Shards.encode(total[None], form, generator)))
+        if step > 1:
+            span = spans[step - 2]
+            matrix[:, span] = Shards.unpack(gathers.popleft().wait(), span.stop - span.start, form).decode()
 
 
 @torch.no_grad()

@@ -117,6 +117,26 @@ def sum_messages(rows: Tensor, length: int, form: GradientFormat) -> Tensor:
     return total
 
 
+@dataclass(frozen=True)
+class Started:
+    """Messages on their way.
+
+    Attributes:
+        received: where they arrive.
+        sent: what is sent; kept until it is.
+        work: torch's handle.
+    """
+
+    received: Tensor
+    sent: Tensor
+    work: dist.Work
+
+    def wait(self) -> Tensor:
+        """The messages, when they are there."""
+        self.work.wait()
+        return self.received
+
+
 class Hops:
     """The ranks that take part, and how messages travel between them.
 
@@ -188,6 +208,20 @@ class Hops:
         if lost is not None:
             lost[self.rank % self.local :: self.local] += node_sums - again.decode()
         return sum_messages(_swap(again.pack(), self._across), length, form)
+
+    def start_swap(self, sent: Shards) -> Started:
+        """Begin to exchange shards in one hop: waiting gives everybody's message for this rank, in rank order."""
+        rows = sent.pack()
+        received = torch.empty_like(rows)
+        work = dist.all_to_all_single(received, rows, group=self._group, async_op=True)
+        return Started(received, rows, work)
+
+    def start_gather(self, own: Shards) -> Started:
+        """Begin what :meth:`gather` does in one hop: waiting gives the messages of all ranks."""
+        row = own.pack()[0]
+        rows = row.new_empty((self.size, row.numel()))
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return Started(rows, row, gather(rows.view(-1), row, group=self._group, async_op=True))
 
     def gather(self, own: Shards) -> Tensor:
         """Everybody's message, with the same bytes on every rank: (ranks, ``message_bytes``)."""

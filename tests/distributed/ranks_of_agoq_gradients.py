@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -199,12 +200,41 @@ def by_nodes():
     return found
 
 
+def in_pieces():
+    """A tensor of several pieces, whole, short at its end, in steps and in bfloat16, against the simulation in one."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    found = {}
+    with mock.patch.object(collectives, "PIECE", 256):
+        for numel in (size * 256 + 1, size * 1024, 4001):
+            inputs = [gradient(r, numel, seed=5) for r in range(size)]
+            for form in FORMS:
+                mine = inputs[rank].clone()
+                with CommCounter() as counter:
+                    same = collectives.all_reduce(mine, op="mean", form=form) is mine
+                expected = collectives.simulate_all_reduce(inputs, op="mean", form=form)
+                predicted = wire_bytes("all_reduce", numel, size, form)
+                sent = counter.bytes() == predicted.all_to_all + predicted.all_gather
+                pieces = math.ceil(math.ceil(numel / size) / 256)
+                found[numel, form.codec] = same and torch.equal(mine, expected) and sent
+                found[numel, form.codec, "calls"] = counter.count() == 2 * pieces > 2
+            room = torch.full((numel, 2), 7.0)
+            room[:, 0] = inputs[rank]
+            collectives.all_reduce(room[:, 0])
+            expected = collectives.simulate_all_reduce(inputs)
+            found[numel, "strides"] = torch.equal(room[:, 0], expected) and bool((room[:, 1] == 7.0).all())
+            half = collectives.all_reduce(inputs[rank].bfloat16())
+            expected = collectives.simulate_all_reduce([t.bfloat16() for t in inputs])
+            found[numel, "bfloat16"] = torch.equal(half, expected)
+    return found
+
+
 def everything():
     """All of the above in one start of the ranks."""
     size = dist.get_world_size()
     return {
         "sizes": sizes_and_forms(),
         "calls": other_calls(),
+        "pieces": in_pieces() if size > 1 else None,
         "bad": bad_numbers() if size > 1 else None,
         "feedback": feedback(12) if size > 1 else None,
         "nodes": by_nodes() if size == 4 else None,

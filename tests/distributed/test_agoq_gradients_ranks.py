@@ -42,6 +42,12 @@ def test_reduce_and_reduce_scatter_and_strides_and_dtypes(world):
 
 
 @SEVERAL
+def test_pieces_overlap_and_change_nothing(world):
+    for rank in run(world):
+        assert not [case for case, good in rank["pieces"].items() if not good]
+
+
+@SEVERAL
 def test_a_bad_block_is_nan_everywhere_and_no_other(world):
     for rank in run(world):
         bad = rank["bad"]
