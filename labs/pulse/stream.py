@@ -2,8 +2,10 @@
 
 Every step is GRPO with real gradients of the whole model, in miniature: 16 answers of two tokens. The weights are
 dequantised Q4_1, not the original bfloat16 ones, so their sizes are those of the real model but their last bits are
-not; small updates of them are what this stream shows, not what a long run on a GPU would change. States are written to
-a folder as plain differences of bits, without any codec of the library, and read back by :func:`recorded_stream`.
+not: a tenth of them lies exactly between two bfloat16 numbers, where any step shows. So float32 masters start anywhere
+in their rounding cells with equal chance, as after a long run (``--start loaded`` takes them as they come). States are
+written to a folder as plain differences of bits, without any codec of the library, and read back by
+:func:`recorded_stream`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from torch import Tensor
 
 from dist_lib import results
 from dist_lib.models import Decoder, load_smollm2
-from dist_lib.pulse.sparsity_measures import by_layer, count_changes, reference_bits, total
+from dist_lib.pulse.sparsity_measures import by_layer, count_changes, reference_bits, total, ulp
 from dist_lib.pulse.state import as_words, find_ties
 from dist_lib.tasks import GrpoConfig, GrpoStep, GrpoTrainer, sample_rollouts
 
@@ -76,6 +78,16 @@ class FewShotSums:
         return torch.stack((torch.where(sums >= 10, self._digit[sums // 10], ones), second), 1)
 
 
+@torch.no_grad()
+def spread(model: Decoder, seed: int = 0) -> None:
+    """Move float32 parameters to random places of their bfloat16 rounding cells, in place; their cast stays."""
+    generator = torch.Generator().manual_seed(seed)
+    for theta in model.parameters():
+        cast = theta.bfloat16().float()
+        moved = cast + (torch.rand(theta.shape, generator=generator) - 0.5) * ulp(cast)
+        theta.copy_(torch.where(moved.bfloat16().float() == cast, moved, cast))
+
+
 @dataclass(frozen=True)
 class StreamState:
     """The bfloat16 weights after one step.
@@ -97,6 +109,7 @@ def smollm2_stream(
     storage: str,
     steps: int,
     loaded: tuple[Decoder, Any] | None = None,
+    start: str = "spread",
     warmup_steps: int = 4,
     seed: int = 0,
 ) -> Iterator[StreamState]:
@@ -107,15 +120,21 @@ def smollm2_stream(
         storage: ``"fp32"`` masters, or ``"bf16"`` parameters.
         steps: how many; one state more is yielded.
         loaded: what :func:`~dist_lib.models.load_smollm2` gave, to load it once for several streams; not changed.
+        start: ``"spread"`` puts float32 masters anywhere in their rounding cells, ``"loaded"`` leaves them.
         warmup_steps: of the learning rate.
-        seed: of problems and answers.
+        seed: of problems, answers and the spread.
 
     Raises:
+        ValueError: another start.
         dist_lib.models.ModelMissing: the weights are not installed.
     """
     model, tokenizer = loaded or load_smollm2()
     config = GrpoConfig(lr=lr, storage=storage, warmup_steps=warmup_steps, prompts=4, samples=4, seed=seed)
+    if start not in ("spread", "loaded"):
+        raise ValueError(f"start = {start!r} must be spread or loaded")
     trainer = GrpoTrainer(model, FewShotSums(tokenizer), config)
+    if start == "spread" and storage == "fp32":
+        spread(trainer.model, seed)
     yield StreamState(0, trainer.weights(), None)
     for step in range(steps):
         batch = sample_rollouts(trainer.acting, trainer.task, config, step=step, version=step)
@@ -123,9 +142,9 @@ def smollm2_stream(
         yield StreamState(step + 1, trainer.weights(), done)
 
 
-def stream_folder(lr: float, storage: str, folder: Path = FOLDER) -> Path:
-    """Where the stream of a learning rate and a storage lies."""
-    return folder / f"{storage}-{lr:g}"
+def stream_folder(lr: float, storage: str, folder: Path = FOLDER, start: str = "spread") -> Path:
+    """Where the stream of a learning rate, a storage and a start lies."""
+    return folder / f"{storage}-{lr:g}{'' if start == 'spread' else '-' + start}"
 
 
 def _save(content: dict[str, Any], path: Path) -> None:
@@ -169,14 +188,16 @@ def recorded_stream(folder: Path) -> Iterator[dict[str, Tensor]]:
         yield state
 
 
-def record(lr: float, storage: str, steps: int, folder: Path, loaded: tuple[Decoder, Any]) -> list[dict[str, Any]]:
+def record(
+    lr: float, storage: str, steps: int, folder: Path, loaded: tuple[Decoder, Any], start: str = "spread"
+) -> list[dict[str, Any]]:
     """Record one stream; a stream that is there already is replaced. Returns what each step did."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.glob("*.pt"):
         path.unlink()
     log: list[dict[str, Any]] = []
     previous: dict[str, Tensor] = {}
-    for item in smollm2_stream(lr=lr, storage=storage, steps=steps, loaded=loaded):
+    for item in smollm2_stream(lr=lr, storage=storage, steps=steps, loaded=loaded, start=start):
         if item.step is None:
             _save(item.state, folder / "start.pt")
         else:
@@ -235,18 +256,19 @@ def main(
     folder: Annotated[Path, typer.Option(help="where streams are written")] = FOLDER,
     out: Annotated[Path, typer.Option(help="summary to write")] = SUMMARY,
     only: Annotated[str, typer.Option(help="one stream, such as fp32-1e-06; the others' summary is kept")] = "",
+    start: Annotated[str, typer.Option(help="where float32 masters start: spread or loaded")] = "spread",
     threads: Annotated[int, typer.Option(help="torch threads")] = 1,
 ) -> None:
     """Record the streams of both learning rates and both storages, and summarise them."""
     torch.set_num_threads(threads)
     console = Console()
     loaded = load_smollm2()
-    for lr in RATES:
-        for storage in STORAGES:
-            where = stream_folder(lr, storage, folder)
+    for storage in STORAGES:
+        for lr in RATES:
+            where = stream_folder(lr, storage, folder, start)
             if only and where.name != only:
                 continue
-            log = record(lr, storage, steps, where, loaded)
+            log = record(lr, storage, steps, where, loaded, start)
             console.print(f"{where.name}: density of the last step {100 * log[-1]['density']:.3f} %", soft_wrap=True)
             content = json.loads(out.read_text()) if out.exists() else {}
             streams = {**content.get("streams", {}), where.name: {"lr": lr, "storage": storage, **summarise(where)}}
