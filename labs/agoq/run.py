@@ -253,9 +253,11 @@ def metrics(
             found[f"{name}_bytes_held_for_backward"] = outcome.held[0]
         found[f"{name}_gradient_bytes"] = outcome.gradients[0]
         found[f"{name}_optimizer_state_bytes"] = outcome.state[0]
-        if config.parallel == "replicated" and world > 1:
+        if world > 1:
             form = config.form() if "G" in PIECES[name] else None
-            found[f"{name}_bytes_sent_a_step"] = formulas.sent_bytes(sizes, form, config.min_elements, world)
+            whole = formulas.sent_bytes(sizes, form, config.min_elements, world)
+            part = outcome.wire[0][1] * (world - 1) // world  # all but what a rank sends to itself
+            found[f"{name}_bytes_sent_a_step"] = whole if config.parallel == "replicated" else part
     for name, error in trained.items():
         key = name.replace(" ", "_").replace("-", "_")
         found[f"{key}_gradient_error_at_start"], found[f"{key}_gradient_error"] = start[name], error
