@@ -13,6 +13,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,20 +73,25 @@ def _replace(path: Path, write: Any) -> None:
     os.replace(beside, path)
 
 
-def save_checkpoint(loop: OuterLoop, folder: str | Path) -> Path:
-    """Save all workers' states, mid-round too; collective. Older checkpoints stay.
+def save_checkpoint(loop: OuterLoop, folder: str | Path, *, keep: int = 2) -> Path:
+    """Save all workers' states, mid-round too; collective.
 
     Args:
         loop: on every worker at the same round and inner step.
         folder: shared by all workers.
+        keep: checkpoints from between rounds that stay, the newest ones, with all that are newer than the oldest of
+            them; others are removed once this one counts.
 
     Returns:
-        Folder of this checkpoint; it counts once this function has returned on rank 0.
+        Folder of this checkpoint, which counts from now on.
 
     Raises:
+        ValueError: ``keep`` below 1.
         DesyncError: on all workers, which stand at different places.
         WorkerLostError: a worker died meanwhile; the checkpoint does not count.
     """
+    if keep < 1:
+        raise ValueError(f"keep is {keep}; at least 1 checkpoint must stay")
     channel = loop.channel
     path = Path(folder) / f"round-{loop.rounds:08d}-step-{loop.inner_step:06d}"
     with loop.in_step():
@@ -104,6 +110,7 @@ def save_checkpoint(loop: OuterLoop, folder: str | Path) -> Path:
                 raise StateError(f"files of ranks {wrong} in {path} are not what they wrote: is the folder shared?")
             marker = {"round": loop.rounds, "inner_step": loop.inner_step, "sha256": hashes}
             _replace(path / MARKER, lambda file: file.write(json.dumps(marker, indent=1).encode()))
+            _prune(Path(folder), keep)
         channel.announce("save", loop.rounds, loop.inner_step, 1)
     return path
 
@@ -118,6 +125,17 @@ def checkpoints(folder: str | Path) -> list[tuple[int, int, int, Path]]:
         workers = len(json.loads((path / MARKER).read_text())["sha256"])
         found.append((int(match[1]), int(match[2]), workers, path))
     return sorted(found)
+
+
+def _prune(folder: Path, keep: int) -> None:
+    """Remove what is older than the ``keep`` newest checkpoints from between rounds; markers first."""
+    between = [path.name for _, step, _, path in checkpoints(folder) if step == 0]
+    if len(between) <= keep:
+        return
+    for path in folder.glob("round-*"):
+        if _NAME.fullmatch(path.name) and path.name < between[-keep]:
+            (path / MARKER).unlink(missing_ok=True)
+            shutil.rmtree(path)
 
 
 def _read(path: Path, rank: int) -> dict[str, Any]:

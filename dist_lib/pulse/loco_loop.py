@@ -72,7 +72,9 @@ class OuterLoop(ABC):
 
     Args:
         model: FP32, with the same weights on every worker.
-        optimizer: the inner one, over all trainable parameters; its state is this worker's own.
+        optimizer: the inner one, over all trainable parameters; its state is this worker's own. One that raises on
+            gradients that are not finite ends its worker; one that lets them pass or skips them leaves the decision to
+            the round (``nonfinite="propagate"`` or ``"skip"`` of our Muon).
         config: the same on every worker.
         group: default: all ranks; its timeout bounds every wait.
 

@@ -18,6 +18,14 @@ from dist_lib.pulse import (
     PulseError,
     PulseLoCo,
     StateError,
+    apply,
+    cast_state,
+    decode,
+    diff,
+    digest_state,
+    encode,
+    resume,
+    save_checkpoint,
 )
 from dist_lib.pulse.loco_config import dense_counted_bytes, dense_wire_bytes, sparse_wire_bytes
 from dist_lib.pulse.loco_loop import nesterov_step
@@ -339,19 +347,78 @@ def test_frozen_parameters_stay_out():
 def test_inner_weights_in_bfloat16_open_the_gate_on_rounding_alone():
     """Why they must be FP32: rounded at the start of a round, they bring the rounding error back, round after round."""
     generator = torch.Generator().manual_seed(5)
-    theta = torch.randn(50_000, generator=generator) * 0.02
+    first = torch.randn(50_000, generator=generator) * 0.02
     densities = {}
     for rounded in (True, False):
-        error, found = torch.zeros_like(theta), []
+        theta, error, momentum, found = first.clone(), torch.zeros_like(first), torch.zeros_like(first), []
         for _ in range(12):
             w = theta.bfloat16().float() if rounded else theta.clone()  # no inner step moves: the learning rate is 0
             s = (theta - w) + error
             mask = loco.gate(theta, s)
-            error = loco.feedback(s, mask)[1]
+            sent, error = loco.feedback(s, mask)
+            nesterov_step(theta, momentum, sent, lr=0.7, mu=0.9)
             found.append(float(mask.float().mean()))
         densities[rounded] = found
     assert densities[False] == [0.0] * 12
     assert densities[True][0] < 0.01 and densities[True][-1] > 0.08
+
+
+def test_segments_make_no_difference(monkeypatch):
+    found = []
+    for size in (loco.SEGMENT, 100):
+        for module in ("loco", "loco_payload", "loco_exchange"):
+            monkeypatch.setattr(f"dist_lib.pulse.{module}.SEGMENT", size)
+        model = Net()
+        loop = PulseLoCo(model, adamw(model), OuterConfig(inner_steps=2))
+        metrics = advance(loop, 6)
+        found.append((loop.theta, loop.error, metrics.sent_cells, metrics.union_cells))
+    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    assert found[0][2:] == found[1][2:]
+
+
+def test_the_agreed_weights_can_be_published_as_patches():
+    model = Net()
+    loop = PulseLoCo(model, adamw(model), OuterConfig(inner_steps=2))
+    served = cast_state(loop.consensus())
+    for version in range(1, 4):
+        advance(loop, 3)  # also in the middle of a round: the consensus is that of its beginning
+        new = cast_state(loop.consensus())
+        patch = diff(served, new, version=version, base_version=version - 1)
+        served = apply(decode(encode(patch, "fast")), served)
+        assert digest_state(served) == digest_state(new)
+    assert loop.inner_step == 1 and not torch.equal(loop.consensus()["a"], model.a)
+
+
+def test_old_checkpoints_are_removed_but_never_the_last_between_rounds(tmp_path):
+    model = Net()
+    loop = PulseLoCo(model, adamw(model), OuterConfig(inner_steps=3))
+    for _ in range(7):
+        advance(loop, 1)
+        save_checkpoint(loop, tmp_path, keep=1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["round-00000002-step-000000", "round-00000002-step-000001"]
+    with pytest.raises(ValueError, match="keep is 0"):
+        save_checkpoint(loop, tmp_path, keep=0)
+    fresh = Net()
+    again = PulseLoCo(fresh, adamw(fresh), OuterConfig(inner_steps=3))
+    found = resume(again, tmp_path)
+    assert (found.round, found.inner_step) == (2, 1) and again.digest() == loop.digest()
+
+
+def test_a_checkpoint_that_was_cut_short_does_not_count(tmp_path, monkeypatch):
+    model = Net()
+    loop = PulseLoCo(model, adamw(model), OuterConfig(inner_steps=1))
+    advance(loop, 1)
+    save_checkpoint(loop, tmp_path)
+    wanted = loop.digest()
+    advance(loop, 1)
+    monkeypatch.setattr("dist_lib.pulse.loco_checkpoint._sha256", lambda path: 1 / 0)  # after the file is written
+    with pytest.raises(ZeroDivisionError):
+        save_checkpoint(loop, tmp_path)
+    monkeypatch.undo()
+    assert (tmp_path / "round-00000002-step-000000" / "rank-00000.pt").exists()
+    fresh = Net()
+    again = PulseLoCo(fresh, adamw(fresh), OuterConfig(inner_steps=1))
+    assert resume(again, tmp_path).round == 1 and again.digest() == wanted
 
 
 def test_the_example_of_the_documentation_runs():
