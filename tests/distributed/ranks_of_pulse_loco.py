@@ -191,6 +191,26 @@ def elastic(folder):
     return found
 
 
+def twin_of_torch():
+    """Two ranks: data parallelism here and torch's own; sums of two terms have one order, so bits must be equal."""
+    group = dist.new_group([0, 1])
+    if dist.get_rank() > 1:
+        return None
+    loop, plain = make("ddp", group=group), make("ddp", group=group)
+    wrapped = torch.nn.parallel.DistributedDataParallel(plain.model, process_group=group)
+    with CommCounter() as ours:
+        advance(loop, 3)
+    with CommCounter() as theirs:
+        for step in range(3):
+            generator = torch.Generator().manual_seed(10_000 * dist.get_rank() + step)
+            tokens = torch.randint(TINY.vocab_size, (4, 9), generator=generator)
+            plain.optimizer.zero_grad()
+            logits = wrapped(tokens[:, :-1])
+            torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+            plain.optimizer.step()
+    return bits(loop.theta), bits(plain._weights()), ours.bytes(), theirs.bytes("all_reduce"), loop.cells
+
+
 def hangs(folder):
     """The last rank does not come; the others give up by themselves, while it is still there."""
     folder.mkdir(exist_ok=True)
@@ -215,6 +235,7 @@ def everything(folder, runs):
         "all poisoned": all_poisoned(),
         "refused": refused(folder / "refused"),
         "elastic": elastic(folder / "elastic"),
+        "twin": twin_of_torch(),
         "hangs": hangs(folder / "hangs"),
     }
 

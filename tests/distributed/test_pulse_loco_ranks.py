@@ -21,7 +21,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def found(folder):
     """What each rank saw, by scenario: one start of the processes for all of them."""
-    results = launch(ranks.everything, world_size=WORLD, args=(folder, RUNS), timeout_s=150)
+    results = launch(ranks.everything, world_size=WORLD, args=(folder, RUNS), timeout_s=300)
     return {name: [result[name] for result in results] for name in results[0]}
 
 
@@ -118,6 +118,12 @@ def test_fewer_workers_take_over_buffers_from_the_last_checkpoint_between_rounds
         assert theta == saved[0][0] and momentum == saved[0][1] and digest == results[0][2]
         wanted = saved[rank][2] if rank else [sum(pair) for pair in zip(saved[0][2], saved[2][2], strict=True)]
         assert error == pytest.approx(wanted, rel=1e-6, abs=0) and any(error)
+
+
+def test_data_parallelism_is_that_of_torch_on_two_workers(found):
+    for ours, theirs, sent, reduced, cells in found["twin"][:2]:
+        assert ours == theirs
+        assert reduced == 3 * 4 * cells and sent == 3 * dense_counted_bytes(cells, 2)
 
 
 def test_a_worker_that_hangs_is_given_up_within_the_timeout(found):
