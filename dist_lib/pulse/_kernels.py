@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from dist_lib.pulse._vector import LANES, different, lowest
+from dist_lib.pulse._vector import LANES, different, lowest, ones
 
 logger = logging.getLogger(__name__)
 Array = Any
@@ -77,10 +77,13 @@ def gap_unpack(gaps: Array, escapes: Array, size: Any, out: Array) -> Any:
 
 @compiled
 def changed(old: Array, new: Array, positions: Array, before: Array, after: Array) -> Any:
-    """Write index, old and new bits of the cells that differ, in order; returns how many there are."""
-    n, whole = 0, old.size - old.size % LANES
+    """Write index, old and new bits of the cells that differ, in order, as far as there is room; counts them all."""
+    n, whole, room = 0, old.size - old.size % LANES, positions.size
     for start in range(0, whole, LANES):
         mask = different(old, new, start)
+        if n + LANES > room and n + ones(mask) > room:
+            n += ones(mask)
+            continue
         while mask != 0:
             i = start + lowest(mask)
             positions[n], before[n], after[n] = i, old[i], new[i]
@@ -88,6 +91,7 @@ def changed(old: Array, new: Array, positions: Array, before: Array, after: Arra
             mask &= mask - np.uint64(1)
     for i in range(whole, old.size):
         if old[i] != new[i]:
-            positions[n], before[n], after[n] = i, old[i], new[i]
+            if n < room:
+                positions[n], before[n], after[n] = i, old[i], new[i]
             n += 1
     return n

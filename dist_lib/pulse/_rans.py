@@ -66,6 +66,17 @@ def _read(data: Array, at: Any) -> Any:
 
 
 @compiled
+def cost(tables: Array, seen: Array, scale: Any) -> Any:
+    """Bits of these symbols in these tables."""
+    bits = 0.0
+    for g in range(seen.shape[0]):
+        for s in range(seen.shape[1]):
+            if seen[g, s] > 0:
+                bits -= seen[g, s] * np.log2(tables[g, s] / scale)
+    return bits
+
+
+@compiled
 def write_tables(tables: Array, out: Array) -> Any:
     """Each table as the number of its symbols, their distances, and all their frequencies but the last, less one.
 

@@ -20,13 +20,6 @@ BLOCK = 512  # cells whose classes are found, and then counted, together
 NEVER: Any = 1 << 62  # above every rank
 
 
-@compiled
-def tally_exponents(cells: Array, shift: Any, mask: Any, counts: Array) -> None:
-    """Count cells by ``(cell >> shift) & mask``."""
-    for i in range(cells.size):
-        counts[i64(cells[i] >> shift) & mask] += 1
-
-
 @register_jitable
 def _classes(cells: Array, start: Any, how: Any, found: Array) -> None:
     """Classes of a block; what lies past the end of the segment is of class 255, which no cell has."""
@@ -333,27 +326,3 @@ def place(data: Array, bit: Any, symbols: Array, positions: Array, before: Array
         delta = (value >> u64(1)) ^ (u64(0) - (value & u64(1)))
         out[positions[i]] = (u64(before[i]) + delta) & largest
     return bit
-
-
-@compiled
-def make_groups(counts: Array, least: Any, group_of: Array) -> Any:
-    """Join neighbouring exponents until each group has ``least`` changed cells; returns the number of groups."""
-    left = i64(0)
-    for e in range(counts.size):
-        left += counts[e]
-    group, held = 0, i64(0)
-    for e in range(counts.size):
-        group_of[e] = group
-        held += counts[e]
-        left -= counts[e]
-        if held >= least and left >= least and group < 255:
-            group += 1
-            held = i64(0)
-    return group + 1
-
-
-@compiled
-def assign_groups(cells: Array, exponent: Any, group_of: Array, groups: Array) -> None:
-    """The group of each cell by its exponent."""
-    for i in range(cells.size):
-        groups[i] = group_of[i64(cells[i] >> exponent[0]) & exponent[1]]

@@ -177,7 +177,7 @@ CODECS: Mapping[str, Codec] = {
     for c in (
         Codec("paper", 1, _paper_encode, _paper_decode),
         Codec("fast", 2, _fast_encode, _fast_decode),
-        Codec("small", 3, _small_encode, _small_decode, needs_base=True),
+        Codec("small", 4, _small_encode, _small_decode, needs_base=True),
     )
 }
 
@@ -197,9 +197,13 @@ def get_codec(name: str) -> Codec:
 def find_changes(old: Words, new: Words) -> Change:
     """Where the bits of two arrays (1-D, one type, at most 2^32 cells) differ."""
     old, new = np.ascontiguousarray(old), np.ascontiguousarray(new)
-    room = np.empty(old.size, np.uint32), np.empty(old.size, old.dtype), np.empty(old.size, old.dtype)
-    found = int(kernels().changed(old, new, *room))
-    return Change(old.size, *(a[:found].copy() for a in room))
+    room = old.size // 16 + 64
+    while True:  # a second time only where more than a sixteenth changed
+        positions, before, after = np.empty(room, np.uint32), np.empty(room, old.dtype), np.empty(room, old.dtype)
+        found = int(kernels().changed(old, new, positions, before, after))
+        if found <= room:
+            return Change(old.size, positions[:found], before[:found], after[:found])
+        room = found
 
 
 def encode_change(codec: Codec, old: Words | None, change: Change, place: Place) -> bytes:

@@ -8,10 +8,11 @@ storage (tied weights) is found here too, but is no part of a digest.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -88,13 +89,37 @@ def default_workers() -> int:
 
 
 def in_threads(fn: Callable[[T], R], items: Iterable[T], workers: int | None = None) -> list[R]:
-    """``[fn(item) for item in items]`` with ``workers`` threads (None: :func:`default_workers`), in order."""
+    """``[fn(item) for item in items]`` with ``workers`` threads (None: :func:`default_workers`), in order.
+
+    The calling thread is one of them; each takes the next item as soon as it is free. What ``fn`` raises ends all, and
+    of several errors the one of the first item is raised.
+    """
     count = default_workers() if workers is None else workers
     work = list(items)
     if count <= 1 or len(work) <= 1:
         return [fn(item) for item in work]
-    with ThreadPoolExecutor(count, thread_name_prefix="pulse") as pool:
-        return list(pool.map(fn, work))
+    results: dict[int, R] = {}
+    errors: dict[int, BaseException] = {}
+    indices = itertools.count()  # taking the next one is atomic
+
+    def take() -> None:
+        for index in indices:
+            if index >= len(work) or errors:
+                return
+            try:
+                results[index] = fn(work[index])
+            except BaseException as error:
+                errors[index] = error
+
+    others = [threading.Thread(target=take, name="pulse", daemon=True) for _ in range(min(count, len(work)) - 1)]
+    for thread in others:
+        thread.start()
+    take()
+    for thread in others:
+        thread.join()
+    if errors:
+        raise errors[min(errors)]
+    return [results[index] for index in range(len(work))]
 
 
 def spec_of(name: str, tensor: Any) -> TensorSpec:

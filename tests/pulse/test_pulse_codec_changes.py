@@ -6,7 +6,7 @@ import torch
 
 from dist_lib.pulse import codecs, patch
 from dist_lib.pulse.codecs import CODECS, Place, decode_segment, encode_change, encode_segment, find_changes
-from dist_lib.pulse.state import TensorSpec, as_words
+from dist_lib.pulse.state import TensorSpec, as_words, in_threads
 
 
 def words(cells: int, dtype: str, share: float, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -80,3 +80,39 @@ def test_small_follows_the_exponent() -> None:
     entropy = -(density * np.log2(density) + (1 - density) * np.log2(1 - density)) * new.size / 8
     place = Place(TensorSpec(torch.bfloat16, (1 << 17,)), 0)
     assert len(encode_segment(CODECS["small"], words_old, new, place)) < 0.3 * entropy
+
+
+def test_threads_keep_order_and_raise_the_first_error() -> None:
+    assert in_threads(lambda i: i * i, range(100), 2) == [i * i for i in range(100)]
+    seen = []
+
+    def fails(i: int) -> int:
+        seen.append(i)
+        if i >= 5:
+            raise ValueError(f"item {i}")
+        return i
+
+    with pytest.raises(ValueError, match="item 5"):
+        in_threads(fails, range(1000), 2)
+    assert len(seen) < 20
+
+
+def test_room_for_changes_grows_where_many_cells_change() -> None:
+    for share in (1 / 16, 0.08, 0.5):
+        old, new = words(100_001, "u2", share)
+        assert np.array_equal(find_changes(old, new).positions, np.flatnonzero(old != new))
+
+
+def test_differences_that_follow_from_the_exponent_cost_next_to_nothing() -> None:
+    """One table for all where differences are distributed alike, one for each group of exponents where they are not."""
+    rng = np.random.default_rng(0)
+    old = as_words(torch.from_numpy(rng.normal(0, 0.02, 1 << 17)).bfloat16())
+    where = rng.choice(old.size, 6000, replace=False)
+    place, sizes = Place(TensorSpec(torch.bfloat16, (1 << 17,)), 0), []
+    for steps in (rng.integers(1, 9, where.size), 1 + (((old[where] >> 7) & 255) % 8)):
+        new = old.copy()
+        new[where] += steps.astype(np.uint16)
+        data = encode_segment(CODECS["small"], old, new, place)
+        assert np.array_equal(decode_segment(CODECS["small"], memoryview(data), old, place), new)
+        sizes.append(len(data))
+    assert sizes[0] - sizes[1] > 0.8 * 3 * where.size / 8  # three bits a cell
