@@ -283,6 +283,8 @@ def overlap_figure(
         waited = sum(end - begin for _, begin, end, kind in spans if kind == "idle")
         facts.append(f"{waited:.0f} ms with {ms:g} ms a layer")
         traces += viz.timeline(spans, labels=names, meta={"ms": ms})
+    for trace in traces:  # a layer ends where the next one begins
+        trace.update(marker_line={"width": 1, "color": "rgba(127,127,127,0.9)"})
     return viz.figure(
         title=title,
         x=f"time from the start of the forward pass (ms, modelled, first {len(layers)} layers)",
@@ -297,7 +299,7 @@ def overlap_figure(
         ],
         rtol=1e-6,
         barmode="overlay",
-        height=300,
+        height=360,
         yaxis={"categoryorder": "array", "categoryarray": ["compute", "link"], "title": {"text": "resource"}},
     )
 
