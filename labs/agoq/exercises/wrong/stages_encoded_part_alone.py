@@ -1,0 +1,10 @@
+from collections.abc import Sequence
+from fractions import Fraction
+
+
+def in_flight(stages: int, micro_batches: int) -> list[int]:
+    return [min(stages - stage, micro_batches) for stage in range(stages)]
+
+
+def bits(counts: Sequence[int], fixed: Fraction, coded: Fraction, widths: Sequence[int]) -> list[int]:
+    return [max(w for w in widths if n * w <= counts[0] * widths[0]) for n in counts]
