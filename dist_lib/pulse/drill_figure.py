@@ -29,50 +29,48 @@ def _kind(event: Event) -> str:
     return "bad" if not event.good else event.kind if event.kind in ("write", "read") else "note"
 
 
-def _marks(events: Sequence[tuple[int, Event]], symbol: str) -> dict[str, list[Any]]:
-    """Points of one trace: an arrow with its text in the middle, or a mark in a lane with the text beside it."""
-    points: list[tuple[float | None, int | None, str, str, str]] = []
+def _lines(events: Sequence[tuple[int, Event]], color: str, symbol: str) -> dict[str, Any]:
+    """Arrows that leave room for words in their middle, and marks in lanes."""
+    points: list[tuple[float | None, int | None, str]] = []
     for row, event in events:
         begin, end = _AT[event.kind]
         if begin == end:
-            points.append((begin, row, event.text, "middle left" if begin else "middle right", symbol))
-        else:
-            for x, text, mark in (
-                (begin, "", "line-ns"),
-                (begin + 0.2, "", "line-ns"),
-                (None, "", "line-ns"),
-                (begin + 0.5, event.text, "line-ns"),
-                (None, "", "line-ns"),
-                (begin + 0.8, "", "line-ns"),
-                (end, "", symbol),
-            ):
-                points.append((x, None if x is None else row, text, "middle center", mark))
-        points.append((None, None, "", "middle center", symbol))
-    names = ("x", "y", "text", "textposition", "symbol")
-    return {name: [p[i] for p in points] for i, name in enumerate(names)}
+            points += [(begin, row, symbol), (None, None, symbol)]
+            continue
+        points += [(begin, row, "line-ns"), (begin + 0.2, row, "line-ns"), (None, None, symbol)]
+        points += [(begin + 0.8, row, "line-ns"), (end, row, symbol), (None, None, symbol)]
+    return {
+        "x": [p[0] for p in points],
+        "y": [p[1] for p in points],
+        "mode": "lines+markers",
+        "line": {"color": color, "width": 2},
+        "marker": {"color": color, "symbol": [p[2] for p in points], "size": 10},
+    }
+
+
+def _words(events: Sequence[Event]) -> dict[str, Any]:
+    """What happens, in the middle of an arrow or beside a mark."""
+    ends = [_AT[e.kind] for e in events]
+    beside = ["middle center" if a != b else "middle left" if a else "middle right" for a, b in ends]
+    return {
+        "x": [(a + b) / 2 for a, b in ends],
+        "y": list(range(len(events))),
+        "text": [f"  {e.text}  " for e in events],
+        "textposition": beside,
+        "mode": "text",
+        "textfont": {"size": 12},
+        "showlegend": False,
+    }
 
 
 def _traces(drill: Drill, where: dict[str, str]) -> list[Any]:
-    traces = []
+    common = {"meta": where, "cliponaxis": False, "hoverinfo": "skip"}
+    traces = [go.Scatter(**_words(drill.events), name="events", **common)]
     for kind, label, color in _KINDS:
         mine = [(row, event) for row, event in enumerate(drill.events) if _kind(event) == kind]
         symbol = {"note": "circle", "bad": "x"}.get(kind, "triangle-right")
-        marks = _marks(mine, symbol)
-        symbols = marks.pop("symbol")
         if mine:
-            traces.append(
-                go.Scatter(
-                    **marks,
-                    name=label,
-                    mode="lines+markers+text",
-                    textfont={"size": 12},
-                    line={"color": color, "width": 2},
-                    marker={"color": color, "symbol": symbols, "size": 10},
-                    meta=where,
-                    cliponaxis=False,
-                    hoverinfo="skip",
-                )
-            )
+            traces.append(go.Scatter(**_lines(mine, color, symbol), name=label, **common))
     return traces
 
 
@@ -89,7 +87,7 @@ def drill_figure() -> Any:
     shown = "in every combination all that was served had been published, bit for bit"
     return viz.figure(
         title="Break it, and watch it recover",
-        x="who",
+        x="from the publisher through the store to the receiver",
         y="events, from top to bottom",
         alt=(
             "A sequence of arrows between three lanes: the publisher writes payload, manifest, marker and hint into "
@@ -102,14 +100,13 @@ def drill_figure() -> Any:
             viz.Control(key="fault", label="Fault", values=list(FAULTS.values()), initial=FAULTS["none"]),
             viz.Control(key="part", label="at the patch's", values=list(PARTS), initial=PARTS[0]),
         ],
-        height=130 + 21 * rows,
+        height=180 + 21 * rows,
         xaxis={
             "range": [-0.12, 2.12],
             "tickvals": [0, 1, 2],
             "ticktext": list(LANES),
-            "side": "top",
             "showgrid": True,
-            "title": {"text": "who"},
+            "title": {"text": "from the publisher through the store to the receiver"},
         },
         yaxis={
             "range": [rows - 0.4, -1.0],
@@ -117,5 +114,9 @@ def drill_figure() -> Any:
             "showgrid": False,
             "title": {"text": "events, from top to bottom"},
         },
-        legend={"y": -0.02},
+        annotations=[
+            {"x": i, "y": 1, "yref": "paper", "yanchor": "bottom", "text": lane, "showarrow": False}
+            for i, lane in enumerate(LANES)
+        ],
+        legend={"y": -0.08},
     )

@@ -116,6 +116,7 @@ def cell_figure(weight: float = 0.019, steps: Sequence[float] = (0.15, 0.45, 0.6
                 key="count", label="Steps taken", values=list(range(count + 1)), initial=count // 2, kind="range"
             ),
         ],
+        height=480,
         shapes=[{**border, "y0": k + 0.5, "y1": k + 0.5} for k in range(top)],
         xaxis={"range": [-0.3, count + 0.3], "dtick": 1, "title": {"text": "steps taken"}},
         yaxis={

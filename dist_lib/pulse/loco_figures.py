@@ -131,7 +131,7 @@ def gate_density_figure(
                 viz.line(x, [round(v, 2) for v in values], name, index=i, meta={"measure": measure})
             )
         at = list(lengths).index(8)
-        facts.append(f"at 8 steps and lr {lr:.0e} it is {density[at]:.0f} % and {ratio[at]:.1f} times less")
+        facts.append(f"at 8 steps and {name[-7:]} it is {density[at]:.0f} % and {ratio[at]:.1f} times less")
     ratios = list(measures)[1]
     line = viz.line(x, [PAPER_RATIO] * len(x), "the paper, at 8 steps", index=6, meta={"measure": ratios})
     measures[ratios].append(line)
@@ -139,7 +139,7 @@ def gate_density_figure(
     return viz.figure(
         title="How often the gate opens",
         x="inner steps of a round (H)",
-        y="measure",
+        y="sent (%), or times less",
         alt=(
             "Lines of the gate's density that rise with the length of a round and with the learning rate: "
             f"{'; '.join(facts)}. The paper reports more than {PAPER_RATIO:g} times"
