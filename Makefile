@@ -43,8 +43,9 @@ execute: $(STAMP) ## run the notebooks again and store their outputs, run times 
 pdf: book ## print the built book with Chromium into _build/pdf/book.pdf
 	@$(PY) tools/print_pdf.py
 
-bench: $(STAMP) ## time ratios against baselines on this machine
+bench: $(STAMP) ## time ratios against baselines on this machine; then a million inputs for the decoders of patches
 	@$(PY) -m labs bench
+	@$(PY) -m labs.pulse.fuzz --inputs 1000000
 
 lint: $(STAMP) ## format, lint, types and import directions
 	@$(PY) tools/run_tests.py --parts lint
