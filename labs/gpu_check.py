@@ -31,6 +31,7 @@ CHECK_MODULES: tuple[str, ...] = (
     "labs.gpu.dmuon",
     "labs.gpu.async_pipeline",
     "labs.gpu.quantization",
+    "labs.gpu.weight_sync",
 )
 CEILINGS = "ceilings"
 BUDGET_S = 480.0
