@@ -14,6 +14,12 @@ LABELS = {
     "optimizer": "optimizer state",
     "all": "all three",
 }
+SCHEMES = {
+    "layers": "all that<br>AGoQ stores",
+    "attention": "queries,<br>keys, values",
+    "layers and attention": "both<br>of these",
+    "every saved tensor": "every<br>saved tensor",
+}
 KINDS = (
     ("weights", "weights", "idle"),
     ("bytes_held_for_backward", "activations held for backward", "forward"),
@@ -55,11 +61,12 @@ def error_figure(record: RunRecord) -> Any:
     """Relative error of the whole gradient, at the start and at the trained weights."""
     suffix = "_gradient_error"
     names = [k.removesuffix(suffix) for k in record.metrics if k.endswith(suffix)]
-    labels = [LABELS.get(n, n.replace("_", " ") + " stored encoded") for n in names]
+    plain = [n.replace("_", " ") for n in names]
+    labels = [LABELS.get(n, SCHEMES.get(n, n)) for n in plain]
     traces, told = [], []
     for key, label, color in ((f"{suffix}_at_start", "at the start", "stale"), (suffix, "trained", "backward")):
         values = [record.metrics[f"{n}{key}"] for n in names]
-        told.append(f"{label}: " + ", ".join(f"{n} {v:.3g}" for n, v in zip(labels, values, strict=True)))
+        told.append(f"{label}: " + ", ".join(f"{n} {v:.3g}" for n, v in zip(plain, values, strict=True)))
         traces.append(viz.bar(labels, values, label, color=viz.WORK[color]))
     return viz.figure(
         title="What decides: error of the whole gradient",
@@ -68,6 +75,7 @@ def error_figure(record: RunRecord) -> Any:
         alt=f"Bars, relative distance from the exact gradient. {'; '.join(told)}.",
         traces=traces,
         barmode="group",
+        xaxis={"tickangle": 0, "title": {"text": "what is kept in few bits", "standoff": 8}},
     )
 
 
