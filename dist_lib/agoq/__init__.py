@@ -10,6 +10,9 @@ any runtime's reducer seam; :func:`quantize_ddp_gradients` and :func:`quantize_f
 data parallelism. :class:`QuantizedGradients` holds the sum of a step's micro-batches in 8 bits and sends what it holds.
 The calls themselves, with the look of ``torch.distributed``, are in :mod:`dist_lib.agoq.collectives`.
 
+Optimizer: :func:`adamw_8bit` holds AdamW's moments in 8 bits, through bitsandbytes; :func:`ablation` counts what each
+of the three saves on a small model.
+
 Source: AGoQ (arXiv 2605.00539). The number formats are in :mod:`dist_lib.ops`.
 """
 
@@ -19,10 +22,12 @@ from dist_lib.agoq.functions import Format, norm_linear, quant_linear, swiglu_li
 from dist_lib.agoq.gradients import GradientShards, QuantizedGradients
 from dist_lib.agoq.hooks import QuantizedSavedTensors
 from dist_lib.agoq.modules import NormLinear, QuantizedDecoderLayer, QuantLinear, SwiGLULinear
+from dist_lib.agoq.optimizer_state import Ablation, ablation, adamw_8bit, moment_bytes, state_bytes
 from dist_lib.agoq.reducer import QuantizedReducer
 from dist_lib.agoq.wire import GradientFormat, WireBytes, wire_bytes
 
 __all__ = [
+    "Ablation",
     "ActivationPlan",
     "Format",
     "GradientFormat",
@@ -35,12 +40,16 @@ __all__ = [
     "QuantizedSavedTensors",
     "SwiGLULinear",
     "WireBytes",
+    "ablation",
+    "adamw_8bit",
+    "moment_bytes",
     "norm_linear",
     "quant_linear",
     "quantize_activations",
     "quantize_ddp_gradients",
     "quantize_fsdp_gradients",
     "restore_activations",
+    "state_bytes",
     "swiglu_linear",
     "wire_bytes",
 ]
