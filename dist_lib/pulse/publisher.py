@@ -131,7 +131,7 @@ class Publisher:
         self._base, self._digest, self._anchors = None, None, []
         self._version = newest_version(self.store, listed=True)
         if self._version is not None:
-            self._anchors = [v for v in _markers(self.store, "anchor") if v <= self._version]
+            self._anchors = [v for v in markers(self.store, "anchor") if v <= self._version]
             reader = Subscriber(self.store, public_key=public_bytes(self.key) if self.key else None)
             try:
                 reader.poll()
@@ -155,7 +155,7 @@ class Publisher:
         """
         start = time.monotonic()
         if not self.allow_nonfinite:
-            _refuse_nonfinite(state)
+            refuse_nonfinite(state)
         if not self._sure:
             self.resume()
         self._sure = False
@@ -188,13 +188,16 @@ class Publisher:
         """Store one payload; it is part of nothing until it is committed."""
         return Part(self.store.put_content(data), len(data))
 
-    def publish_parts(self, version: int, base_version: int | None, parts: Sequence[Part]) -> None:
+    def publish_parts(
+        self, version: int, base_version: int | None, parts: Sequence[Part], anchor: Sequence[Part] = ()
+    ) -> None:
         """Commit payloads that several ranks staged, each over names of its own, as one version.
 
         Args:
             version: the next one.
             base_version: what the parts are patches of; None if all are anchors.
             parts: of all ranks, in order of rank.
+            anchor: parts of an anchor of the same version to commit beside the patch; none for no anchor.
 
         Raises:
             ValueError: no parts, or not the next version.
@@ -205,7 +208,9 @@ class Publisher:
         kind = "anchor" if base_version is None else "patch"
         self._commit(kind, version, base_version, parts)
         self._version, self._sure = version, False
-        self._anchors = _markers(self.store, "anchor")
+        if anchor:
+            self._commit("anchor", version, None, anchor)
+        self._anchors = markers(self.store, "anchor")
         self._finish()
 
     def _anchor(self, state: State, version: int) -> tuple[int, StateDigest]:
@@ -224,10 +229,11 @@ class Publisher:
             write_head(self.store, Head(self._version, tuple(sorted(self._anchors, reverse=True))))
         if self.retention is not None:
             clean(self.store, self.retention, clock=self.clock)
-            self._anchors = _markers(self.store, "anchor")
+            self._anchors = markers(self.store, "anchor")
 
 
-def _refuse_nonfinite(state: State) -> None:
+def refuse_nonfinite(state: State) -> None:
+    """Raise StateError, which names the tensor, if a state has NaN or infinite values."""
     for name, tensor in state.items():
         if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype.itemsize < 2:
             continue
@@ -235,7 +241,8 @@ def _refuse_nonfinite(state: State) -> None:
             raise StateError(f"{name!r} has NaN or infinite values; nothing was published")
 
 
-def _markers(store: Store, kind: str) -> list[int]:
+def markers(store: Store, kind: str) -> list[int]:
+    """Versions that have a marker of a kind, ascending; OSError if the store cannot be listed."""
     names = [n.rpartition("/")[2].partition(".") for n in store.names("versions")]
     return sorted(int(number) for number, _, suffix in names if suffix == kind and number.isdigit())
 
@@ -256,7 +263,7 @@ def clean(store: Store, retention: Retention, *, clock: Callable[[], float] = ti
     found: dict[tuple[int, str], Manifest] = {}
     complete: list[int] = []
     for kind in ("anchor", "patch"):
-        for version in _markers(store, kind):
+        for version in markers(store, kind):
             try:
                 found[version, kind] = fetch(store, version, kind)
             except PulseError as error:

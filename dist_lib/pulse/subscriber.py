@@ -98,6 +98,8 @@ class Subscriber:
         public_key: 32 bytes of the publisher's Ed25519 key; nothing else is accepted then. None accepts unsigned ones.
         limits: what is granted to patches.
         workers: threads; None for two.
+        part: ``(2, 4)`` to fetch only the third part of versions in four parts, such as the rows of one rank (see
+            :mod:`~dist_lib.pulse.shards`); None for everything.
 
     ``state``, ``version`` and ``digest`` are of the version that is served, None before the first. Each state is a new
     mapping; its unchanged tensors are those of the one before. Do not write to them.
@@ -110,9 +112,13 @@ class Subscriber:
         public_key: bytes | None = None,
         limits: Limits | None = None,
         workers: int | None = None,
+        part: tuple[int, int] | None = None,
     ) -> None:
         if public_key is not None and len(public_key) != 32:
             raise ValueError(f"an Ed25519 public key has 32 bytes, not {len(public_key)}")
+        if part is not None and not 0 <= part[0] < part[1]:
+            raise ValueError(f"part {part[0]} of {part[1]}: parts are counted from 0")
+        self.part = part
         self.store, self.public_key, self.workers = store, public_key, workers
         self.limits = limits or Limits()
         self.state: Mapping[str, Tensor] | None = None
@@ -156,6 +162,14 @@ class Subscriber:
         old = before or {}
         changed = tuple(n for n, t in (self.state or {}).items() if old.get(n) is not t)
         return Update(previous, self.version, tuple(steps), changed, self._bytes, time.monotonic() - start)
+
+    def saved(self) -> tuple[object, ...]:
+        """What is served now, for :meth:`restore`; nothing is copied."""
+        return self.version, self.state, self.digest, self._parts
+
+    def restore(self, saved: tuple[object, ...]) -> None:
+        """Serve what was served when :meth:`saved` was called."""
+        self.version, self.state, self.digest, self._parts = saved  # type: ignore[assignment]
 
     def follow(self, *, interval_s: float = 1.0, until: int | None = None) -> Iterator[Update]:
         """Poll for ever and yield each update.
@@ -210,9 +224,10 @@ class Subscriber:
         while True:
             try:
                 manifest = fetch(self.store, version, kind, self.public_key)
-                for part in manifest.parts:
+                wanted = self._wanted(manifest)
+                for part in wanted:
                     got[part] = got.get(part) or self._payload(manifest, part)
-                self._apply(manifest, [got[part] for part in manifest.parts])
+                self._apply(manifest, [got[part] for part in wanted])
                 return
             except LimitError:
                 raise
@@ -221,6 +236,16 @@ class Subscriber:
                     raise
                 failures.add(str(error))
                 logger.warning("%s %d is corrupt, fetched again: %s", kind, version, error)
+
+    def _wanted(self, manifest: Manifest) -> tuple[Part, ...]:
+        if self.part is None:
+            return manifest.parts
+        index, count = self.part
+        if len(manifest.parts) != count:
+            raise MissingObjectError(
+                f"version {manifest.version} has {len(manifest.parts)} parts, not the {count} of which {index} is taken"
+            )
+        return (manifest.parts[index],)
 
     def _payload(self, manifest: Manifest, part: Part) -> Patch:
         if part.size > self.limits.state_bytes + self.limits.header_bytes:
