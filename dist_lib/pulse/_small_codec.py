@@ -134,7 +134,7 @@ def encode(old: Array, positions: Array, before: Array, after: Array, exponent: 
 
 @compiled
 def decode(data: Array, old: Array, count: Any, exponent: Any, pair: Any, standard: Array, out: Array) -> Any:
-    """Inverse of ``encode``: write ``count`` changed cells over ``out``, a copy of ``old``; OK, or what is wrong."""
+    """Inverse of ``encode``: ``old`` with ``count`` changed cells, to ``out``; OK, or what is wrong."""
     counts, sizes = np.zeros(MOST_CLASSES, np.int64), np.zeros(MOST_CLASSES, np.int64)
     parameters = np.zeros(MOST_CLASSES, np.int64)
     most = MOST_CLASSES if pair[1] > 0 else 1
@@ -149,7 +149,7 @@ def decode(data: Array, old: Array, count: Any, exponent: Any, pair: Any, standa
     if bit == BAD:
         return RANKS
     how = (pair[0], pair[1], first, classes - 1)
-    if select(old, how, used, ranks, begin, end, sizes, positions, before) == BAD:
+    if select(old, how, used, ranks, begin, end, sizes, positions, before, out) == BAD:
         return MEMBERS
     by_exponent, group_of = np.zeros(exponent[1] + 1, np.int64), np.empty(exponent[1] + 1, np.uint8)
     tally_exponents(before, exponent[0], exponent[1], by_exponent)

@@ -13,7 +13,7 @@ import numpy as np
 from numba.extending import register_jitable
 
 from dist_lib.pulse._kernels import BAD, OK, Array, compiled, i64
-from dist_lib.pulse._vector import LANES, classify, equal, lowest, ones
+from dist_lib.pulse._vector import LANES, classify, copy, equal, lowest, ones
 
 u64: Any = np.uint64
 BLOCK = 512  # cells whose classes are found, and then counted, together
@@ -31,6 +31,16 @@ def _classes(cells: Array, start: Any, how: Any, found: Array) -> None:
         found[i] = 255
     for i in range(cells.size - start):
         found[i] = min(max((i64(cells[start + i] >> how[0]) & how[1]) - how[2], 0), how[3])
+
+
+@register_jitable
+def _copy(cells: Array, start: Any, out: Array) -> None:
+    if start + BLOCK <= cells.size:
+        for i in range(start, start + BLOCK, LANES):
+            copy(cells, i, out)
+        return
+    for i in range(start, cells.size):
+        out[i] = cells[i]
 
 
 @register_jitable
@@ -267,10 +277,12 @@ def select(
     sizes: Array,
     positions: Array,
     before: Array,
+    out: Array,
 ) -> Any:
     """Inverse of ``rank``: the cells with these ranks, strictly increasing in each class.
 
-    Writes their positions and words; BAD unless every class has just ``sizes`` members.
+    Writes their positions and words, and copies all cells to ``out`` on the way; BAD unless every class has just
+    ``sizes`` members.
     """
     found = np.empty(BLOCK, np.uint8)
     at, members = begin.copy(), np.zeros(begin.size, np.int64)
@@ -279,6 +291,7 @@ def select(
         following[used[u]] = ranks[begin[used[u]]]
     for start in range(0, cells.size, BLOCK):
         _classes(cells, start, how, found)
+        _copy(cells, start, out)
         for u in range(used.size):
             c = used[u]
             lower = members[c]

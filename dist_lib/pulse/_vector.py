@@ -109,3 +109,17 @@ def lowest(typing_context: Any, mask: Any) -> Any:
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
 
     return types.int64(types.uint64), generate
+
+
+@_intrinsic
+def copy(typing_context: Any, cells: Any, start: Any, out: Any) -> Any:
+    """Copy cells ``start`` to ``start + 63`` to the same place of another array of the type."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vector = _load(context, builder, signature.args[0], args[0], args[1])
+        target = builder.gep(make_array(signature.args[2])(context, builder, args[2]).data, [args[1]])
+        align = vector.type.element.width // 8
+        builder.store(vector, builder.bitcast(target, vector.type.as_pointer()), align=align)
+        return context.get_dummy_value()
+
+    return types.void(cells, types.int64, out), generate

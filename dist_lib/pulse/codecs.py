@@ -108,6 +108,7 @@ def _paper_decode(data: Reader, old: Words, count: int, place: Place, out: Words
     values = content[ends[1] :].view(old.dtype)
     if bool((old[flat] == values).any()):
         raise data.fail("a change that changes nothing")
+    np.copyto(out, old)
     out[flat] = values
 
 
@@ -143,6 +144,7 @@ def _fast_decode(data: Reader, old: Words, count: int, place: Place, out: Words)
         z = unplanes(parts[2], width)
     if not bool(z.all()):
         raise data.fail("a change that changes nothing")
+    np.copyto(out, old)
     out[positions] = unzigzag(old[positions], z)
 
 
@@ -162,8 +164,8 @@ def _small_decode(data: Reader, old: Words, count: int, place: Place, out: Words
 
 @dataclass(frozen=True)
 class Codec:
-    """A name, its number in the format, and the two directions for one segment; ``decode`` writes over a copy of the
-    old words. Only with ``needs_base`` does ``encode`` look at words that did not change."""
+    """A name, its number in the format, and the two directions for one segment; ``decode`` writes all words of the
+    result. Only with ``needs_base`` does ``encode`` look at words that did not change."""
 
     name: str
     number: int
@@ -230,8 +232,8 @@ def decode_segment(codec: Codec, data: memoryview, old: Words, place: Place, out
     """
     if out is None:
         out = np.empty_like(old)
-    np.copyto(out, old)
     if not data:
+        np.copyto(out, old)
         return out
     reader = Reader(data, f"segment at cell {place.start}")
     count = reader.number(old.size)

@@ -82,7 +82,7 @@ def encode(out: Writer, old: Words, change: Change, dtype: torch.dtype) -> None:
 
 
 def decode(data: Reader, old: Words, count: int, dtype: torch.dtype, out: Words) -> None:
-    """Inverse of :func:`encode`: write ``count`` changed words over ``out``, a copy of ``old``.
+    """Inverse of :func:`encode`: write ``old`` with ``count`` changed words to ``out``.
 
     Raises:
         CorruptPatchError: bytes that :func:`encode` writes for no change of ``old``; some cells may have been written.
