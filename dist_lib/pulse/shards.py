@@ -249,7 +249,7 @@ class ShardedPublisher:
 
         Raises:
             ShardError: another rank failed; nothing was published, or (if it was the commit) maybe everything.
-            StateError: two ranks have the same name, or see :meth:`Publisher.publish`; nothing was published.
+            StateError: two ranks have the same name, or see ``Publisher.publish``; nothing was published.
             OSError: the store failed.
         """
         start = time.monotonic()
