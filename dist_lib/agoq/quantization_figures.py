@@ -101,21 +101,21 @@ def errors_figure(rows: Sequence[CodecError]) -> Any:
             mine = [r for r in rows if r.distribution == kind and r.block_size == block]
             traces.append(
                 go.Scatter(
-                    x=[r.codec for r in mine],
-                    y=[r.relative_l2 for r in mine],
+                    x=[r.relative_l2 for r in mine],
+                    y=[r.codec for r in mine],
                     mode="markers",
                     name=f"blocks of {block}",
                     customdata=[r.bits for r in mine],
                     marker={"size": 10, "color": viz.SERIES[index], "symbol": SYMBOLS[index % len(SYMBOLS)]},
-                    hovertemplate="%{x}: %{customdata:.3g} bits, error %{y:.3g}<extra>" + f"blocks of {block}</extra>",
+                    hovertemplate="%{y}: %{customdata:.3g} bits, error %{x:.3g}<extra>" + f"blocks of {block}</extra>",
                     meta={"kind": kind},
                 )
             )
     best = min((r for r in rows if r.distribution == kinds[0] and r.bits < 5), key=lambda r: r.relative_l2)
     return viz.figure(
         title="How far each format moves numbers",
-        x="format",
-        y="relative error (L2)",
+        x="relative error (L2)",
+        y="format",
         alt=(
             f"Marks for each format and block size. With four bits the error is about a tenth, and {best.codec} errs "
             f"least on {kinds[0]} numbers; each further bit halves it; int8 is below a hundredth there. Smaller "
@@ -124,8 +124,9 @@ def errors_figure(rows: Sequence[CodecError]) -> Any:
         traces=traces,
         controls=[viz.Control(key="kind", label="Numbers", values=kinds, initial=kinds[0])] if len(kinds) > 1 else [],
         rtol=0.02,
-        yaxis_type="log",
-        yaxis_dtick=1,
+        xaxis={"type": "log", "dtick": "D1", "title": {"text": "relative error (L2)"}},
+        yaxis={"autorange": "reversed", "title": {"text": "format"}},
+        height=460,
     )
 
 
@@ -219,10 +220,10 @@ def _cells(step: int, world: int) -> list[tuple[int, int, str, str]]:
     """(column, rank, kind, text) of what ranks hold after a step."""
     pairs = list(itertools.product(range(world), range(world)))
     if step in (0, 1):
-        kind = ("own, in float32", "own, in codes")[step]
+        kind = ("gradients in float32", "gradients in codes")[step]
         return [(j, r, kind, f"shard {j}<br>of rank {r}") for j, r in pairs]
     if step == 2:
-        return [(j, r, "own, in codes", f"shard {r}<br>of rank {j}") for j, r in pairs]
+        return [(j, r, "gradients in codes", f"shard {r}<br>of rank {j}") for j, r in pairs]
     if step in (3, 4):
         kind = ("sum in float32", "sum in codes")[step - 3]
         return [(r, r, kind, f"shard {r}<br>of the sum") for r in range(world)]
@@ -240,8 +241,8 @@ def _reduce_traces(world: int, message: int, wide: int) -> list[Any]:
         5: f"each rank has sent {world - 1} x {message:,} bytes more",
     }
     colors = {
-        "own, in float32": viz.WORK["backward"],
-        "own, in codes": viz.PAPER["agoq"],
+        "gradients in float32": viz.WORK["backward"],
+        "gradients in codes": viz.PAPER["agoq"],
         "sum in float32": viz.WORK["forward"],
         "sum in codes": viz.WORK["communication"],
     }
