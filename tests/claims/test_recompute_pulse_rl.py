@@ -1,0 +1,134 @@
+"""Sparsity in both regimes and change rates of low-precision receivers in the ledger, computed afresh."""
+
+from collections import deque
+from functools import cache
+
+import pytest
+
+from dist_lib.claims import load_claims, recomputers, recomputes
+from dist_lib.pulse.low_precision import FORMATS, change_rates
+from dist_lib.pulse.sparsity_measures import crossing_model, sparsity, threshold_model
+from dist_lib.pulse.streams import adamw_stream
+
+CELLS, STEPS, ROWS = 512 * 1024, 30, 512
+
+
+@cache
+def _stream(storage, lr):
+    """S_1 of step 30, S_8 from there on, and what the regime's model predicts for step 30, in per cent."""
+    for step in adamw_stream(CELLS, lr=lr, steps=STEPS + 7, storage=storage):
+        if step.step == STEPS:
+            first = step.old
+            one = 100 * sparsity({"w": step.old}, {"w": step.new})
+            model = threshold_model if storage == "bf16" else crossing_model
+            predicted = 100 * model(step.update, step.weight)
+    return one, 100 * sparsity({"w": first}, {"w": step.new}), predicted
+
+
+@cache
+def _rates(lr):
+    (step,) = deque(adamw_stream(CELLS, lr=lr, steps=STEPS, storage="fp32"), maxlen=1)
+    old, new = (w.view(ROWS, -1) for w in (step.weight, step.weight + step.update))
+    return change_rates(old, new), change_rates(old, new, through_bf16=True)
+
+
+def _density_ratio(storage):
+    return (100 - _stream(storage, 3e-6)[0]) / (100 - _stream(storage, 1e-6)[0])
+
+
+@recomputes("pulse-sparsity-stored")
+def stored():
+    return _stream("bf16", 3e-6)[0]
+
+
+@recomputes("pulse-sparsity-stored-slower")
+def stored_slower():
+    return _stream("bf16", 1e-6)[0]
+
+
+@recomputes("pulse-sparsity-master")
+def master():
+    return _stream("fp32", 3e-6)[0]
+
+
+@recomputes("pulse-sparsity-master-slower")
+def master_slower():
+    return _stream("fp32", 1e-6)[0]
+
+
+@recomputes("pulse-sparsity-models")
+def models():
+    found = [_stream(storage, lr) for storage in ("bf16", "fp32") for lr in (1e-6, 3e-6)]
+    assert all(abs(one - predicted) < 0.1 for one, _, predicted in found)
+    return 0.1
+
+
+@recomputes("pulse-sparsity-ratio-stored")
+def ratio_stored():
+    return _density_ratio("bf16")
+
+
+@recomputes("pulse-sparsity-ratio-master")
+def ratio_master():
+    return _density_ratio("fp32")
+
+
+@recomputes("pulse-sparsity-stored-eight")
+def stored_eight():
+    return _stream("bf16", 3e-6)[1]
+
+
+@recomputes("pulse-sparsity-master-eight")
+def master_eight():
+    return _stream("fp32", 3e-6)[1]
+
+
+FORMAT_NAMES = dict(zip(("bf16", "fp8-float", "fp8", "int8", "mxfp4"), FORMATS, strict=True))
+
+
+def _element_rate(short, lr):
+    return lambda: 100 * _rates(lr)[0][FORMAT_NAMES[short]].elements
+
+
+for _short in FORMAT_NAMES:
+    recomputes(f"pulse-rate-{_short}")(_element_rate(_short, 3e-6))
+    recomputes(f"pulse-rate-{_short}-slower")(_element_rate(_short, 1e-6))
+
+
+@recomputes("pulse-rate-scales")
+def scales():
+    return 100 * _rates(3e-6)[0][FORMAT_NAMES["fp8-float"]].scales
+
+
+@recomputes("pulse-rate-scales-int8")
+def scales_int8():
+    return 100 * _rates(3e-6)[0][FORMAT_NAMES["int8"]].scales
+
+
+@recomputes("pulse-rate-scales-through-bf16")
+def scales_through():
+    rates = [r[1][FORMAT_NAMES[name]].scales for r in map(_rates, (1e-6, 3e-6)) for name in ("fp8-float", "int8")]
+    assert all(100 * rate < 1 for rate in rates)
+    return 1
+
+
+@recomputes("pulse-rate-scales-powers")
+def scales_powers():
+    return 100 * max(r[i][FORMAT_NAMES[name]].scales for r in map(_rates, (1e-6, 3e-6)) for i in (0, 1)
+                     for name in ("fp8", "mxfp4"))  # fmt: skip
+
+
+HERE = sorted(n for n, f in recomputers().items() if f.__module__ == __name__)
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_value_is_recomputed(name):
+    claim = load_claims()[name]
+    assert claim.agrees(recomputers()[name]()), f"{name}: {recomputers()[name]()}, the ledger has {claim.our_value}"
+
+
+def test_bands():
+    """What the two regimes must show whatever the machine: the bands that the theory and the authors' data give."""
+    assert abs(stored() - 99.15) < 0.1 and abs(master() - 97.45) < 0.2
+    assert abs(ratio_stored() - 2.97) < 0.1 and abs(ratio_master() - 2.53) < 0.1
+    assert abs(stored_eight() - 98.58) < 0.3 and abs(master_eight() - 87.9) < 0.3
