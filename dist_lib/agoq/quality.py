@@ -46,7 +46,11 @@ class GradientQuality:
 
 
 def attention_from_codes(q: Tensor, k: Tensor, v: Tensor, form: Format) -> Tensor:
-    """Causal attention, (B, H, S, E), whose queries, keys and values are stored encoded; nothing else is changed."""
+    """Causal attention, (B, H, S, E), whose queries, keys and values are stored encoded; nothing else is changed.
+
+    The fused backward pass keeps the exact scores' sum of exponentials. Scores from codes do not belong to it: where
+    they are large, as in trained models, weights rebuilt from them add up to far more than 1.
+    """
     wanted = {t.data_ptr() for t in (q, k, v)}
 
     def pack(tensor: Tensor) -> Tensor | tuple[tuple[Tensor, ...], torch.Size, torch.dtype]:
