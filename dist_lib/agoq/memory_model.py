@@ -147,7 +147,7 @@ class Training:
 
     @property
     def unit(self) -> Fraction:
-        """U on one rank: bytes of a BF16 tensor of the hidden size, divided by tensor parallelism."""
+        """Bytes of a BF16 tensor of the hidden size on one rank, divided by tensor parallelism; the paper's U."""
         return Fraction(2 * self.micro_batch * self.seq * self.config.d_model, self.tensor)
 
     def parameters(self, stage: int) -> Fraction:

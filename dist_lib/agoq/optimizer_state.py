@@ -3,8 +3,8 @@
 It is the O of AGoQ (arXiv 2605.00539) and not the paper's own: block-wise 8-bit moments are of Dettmers et al. (arXiv
 2110.02861), one float32 scale for 256 numbers and a table of codes for all. Tensors of fewer than 4096 numbers keep
 float32 moments. Master weights stay as they are, and so does the update, which decodes, steps and encodes block by
-block. :func:`ablation` trains a small decoder with any of O, G and A, and counts what each holds; it says nothing about
-speed.
+block. :func:`~dist_lib.agoq.ablation` trains a small decoder with any of O, G and A, and counts what each holds; it
+says nothing about speed.
 """
 
 from __future__ import annotations
