@@ -148,7 +148,7 @@ class _SwiGLULinear(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, form: Format) -> Tensor:  # type: ignore[override]
         ctx.save_for_backward(weight, *form.encode(gate), *form.encode(up))
         ctx.form, ctx.shape, ctx.dtype = form, gate.shape, gate.dtype
-        return F.linear(F.silu(gate) * up, weight)
+        return F.linear(F.silu(gate).mul_(up), weight)  # in place: one tensor of this width less at the peak
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -163,6 +163,7 @@ class _SwiGLULinear(torch.autograd.Function):
         else:
             gate, up = (form.wrap(part, ctx.shape, ctx.dtype) for part in (saved[:parts], saved[parts:]))
             grad_gate, grad_up, product = swiglu_backward(gate, up, inner)
+        del inner  # before the weight's gradient needs room
         grad_weight = _weight_grad(grad, product, weight) if ctx.needs_input_grad[2] else None
         return grad_gate, grad_up, grad_weight, None
 

@@ -54,6 +54,7 @@ def _classes() -> tuple[type[nn.Module], type[nn.Module]]:
             projections = (attention.q_proj, attention.k_proj, attention.v_proj)
             q, k, v = norm_products(self.input_layernorm, projections, x, forms.norm, one_buffer=forms.one_buffer)
             mixed = attend(attention, q, k, v, {**kwargs, "attention_mask": attention_mask})
+            del q, k, v  # as names of this frame they would be held through the MLP
             x = x + out_projection(attention.o_proj, mixed, forms.out)
             return x + quantised_mlp(self.post_attention_layernorm, self.mlp, x, forms)
 

@@ -146,5 +146,7 @@ class QuantizedDecoderLayer(DecoderLayer):
         attention, forms = self.self_attn, self.forms
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         q, k, v = norm_products(self.input_layernorm, projections, x, forms.norm, one_buffer=forms.one_buffer)
-        x = x + out_projection(attention.o_proj, attention.mix(q, k, v, cos, sin), forms.out)
+        mixed = attention.mix(q, k, v, cos, sin)
+        del q, k, v  # as names of this frame they would be held through the MLP
+        x = x + out_projection(attention.o_proj, mixed, forms.out)
         return x + quantised_mlp(self.post_attention_layernorm, self.mlp, x, forms)
