@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dist_lib.dmuon.ddp import DMuonDDP
     from dist_lib.dmuon.fsdp import DMuonFSDP
     from dist_lib.dmuon.optimizer import DMuon
+    from dist_lib.dmuon.tensor_parallel import TensorParallelDMuon
     from dist_lib.dmuon.verify import VerifyReport, verify_model
 
 # Found when they are first used: plans need no runtime, and a runtime takes a second to import.
@@ -35,6 +36,7 @@ _LATER = {
     "DMuonFSDP": "fsdp",
     "Precision": "config",
     "RuntimeConfig": "config",
+    "TensorParallelDMuon": "tensor_parallel",
     "VerifyReport": "verify",
     "latest_checkpoint": "checkpoint",
     "load_checkpoint": "checkpoint",
@@ -63,6 +65,7 @@ __all__ = [
     "OwnerPlan",
     "Precision",
     "RuntimeConfig",
+    "TensorParallelDMuon",
     "VerifyReport",
     "latest_checkpoint",
     "load_checkpoint",

@@ -11,7 +11,13 @@ from dist_lib.ops.bit_diff import bit_changes, bit_changes_use_kernel
 from dist_lib.ops.codecs import CODECS, Codec, get_codec
 from dist_lib.ops.coefficients import COEFFICIENTS, Triple, polar_express, resolve, scalar_map, with_safety
 from dist_lib.ops.fused_quantized import rms_norm_backward, rms_norm_quantize, swiglu_backward
-from dist_lib.ops.newton_schulz import choose_form, newton_schulz, newton_schulz_flops, normalise
+from dist_lib.ops.newton_schulz import (
+    choose_form,
+    newton_schulz,
+    newton_schulz_flops,
+    newton_schulz_sharded,
+    normalise,
+)
 from dist_lib.ops.quantization import (
     Quantized,
     accumulate_,
@@ -41,6 +47,7 @@ __all__ = [
     "get_codec",
     "newton_schulz",
     "newton_schulz_flops",
+    "newton_schulz_sharded",
     "normalise",
     "polar_express",
     "polynomial",

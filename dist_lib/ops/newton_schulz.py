@@ -8,7 +8,7 @@ what it is batched with. On a GPU the symmetric products go through :func:`~dist
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
@@ -63,13 +63,18 @@ def _direct(x: Tensor, triples: Sequence[Triple]) -> Tensor:
     return x
 
 
-def _gram(x: Tensor, triples: Sequence[Triple], restarts: Sequence[int]) -> Tensor:
+def _gram(
+    x: Tensor,
+    triples: Sequence[Triple],
+    restarts: Sequence[int],
+    gram_of: Callable[[Tensor], Tensor] = symmetric_matmul,
+) -> Tensor:
     folds, q = {r for r in restarts if 0 < r < len(triples)}, None
-    gram = symmetric_matmul(x)
+    gram = gram_of(x)
     for step, (a, b, c) in enumerate(triples):
         if step in folds and q is not None:
             x = torch.bmm(q, x)
-            gram, q = symmetric_matmul(x), None
+            gram, q = gram_of(x), None
         z = polynomial(gram, 0.0, b, c)  # P without its multiple of the identity
         q = add_to_diagonal(z.clone(), a) if q is None else commuting_product(q, z, q, a)
         if step + 1 < len(triples) and step + 1 not in folds:
@@ -184,3 +189,54 @@ def newton_schulz(
     out = out[:, :m, :n]
     out = out if wide else out.transpose(1, 2)
     return out.to(x.dtype).reshape(x.shape).contiguous()
+
+
+@torch.no_grad()
+def newton_schulz_sharded(
+    part: Tensor,
+    *,
+    largest: Callable[[Tensor], Tensor],
+    total: Callable[[Tensor], Tensor],
+    steps: int = 5,
+    coefficients: Coefficients = "polar_express",
+    restarts: Sequence[int] = DEFAULT_RESTARTS,
+    compute_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """:func:`newton_schulz` of a matrix whose long dimension is cut into parts, one for each of several callers.
+
+    The Gram form needs of the whole matrix only its norm and the sum over parts of ``part part^T``: one number of each
+    matrix, and ``m x m`` numbers at the start and at each restart. Everything else is done on the part.
+
+    Args:
+        part: (m, n_t), floating: columns of an (m, n) matrix with m at most n; no columns for an empty part.
+        largest: elementwise maximum over all parts, of a tensor that each caller gives; called once.
+        total: elementwise sum over all parts; called ``2 + restarts`` times, in the same order by all. Its result must
+            have the same bits everywhere.
+        steps, coefficients, restarts, compute_dtype: see :func:`newton_schulz`.
+
+    Returns:
+        The same columns of the orthogonalised matrix, of the dtype of ``part``.
+
+    Raises:
+        ValueError: not a matrix.
+    """
+    if part.ndim != 2:
+        raise ValueError(f"part has shape {tuple(part.shape)}: need a matrix (m, n_t)")
+    triples = resolve(coefficients, steps)
+    dtype = compute_dtype or (torch.float16 if part.device.type == "cuda" else torch.float32)
+    x = part.float().unsqueeze(0)
+    m, n = part.shape
+    with _no_autocast(part.device.type):
+        here = x.abs().amax() if n else x.new_zeros(())
+        exponent = torch.frexp(largest(here)).exponent.clamp(-126, 126)
+        scaled = torch.ldexp(torch.ldexp(x, -(exponent // 2)), -(exponent - exponent // 2))
+        norm = total(scaled.square().sum()).sqrt()
+        work = _padded((scaled / torch.where(norm == 0, torch.ones_like(norm), norm)).to(dtype))
+
+        def gram_of(y: Tensor) -> Tensor:
+            gram: Tensor = symmetric_matmul(y)  # padded: only what is not zero travels
+            gram[:, :m, :m] = total(gram[:, :m, :m].float().contiguous()).to(dtype)
+            return gram
+
+        out = _gram(work, triples, restarts, gram_of)
+    return out[0, :m, :n].to(part.dtype).contiguous()
