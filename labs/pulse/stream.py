@@ -80,7 +80,10 @@ class FewShotSums:
 
 @torch.no_grad()
 def spread(model: Decoder, seed: int = 0) -> None:
-    """Move float32 parameters to random places of their bfloat16 rounding cells, in place; their cast stays."""
+    """Move float32 parameters to random places of their bfloat16 rounding cells, in place; their cast stays.
+
+    Of those at a power of two, whose cells are narrower below, a quarter stays where it is.
+    """
     generator = torch.Generator().manual_seed(seed)
     for theta in model.parameters():
         cast = theta.bfloat16().float()
