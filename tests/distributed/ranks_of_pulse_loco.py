@@ -14,6 +14,7 @@ from dist_lib.comm.context import init_from_file
 from dist_lib.models import Decoder, DecoderConfig
 from dist_lib.optim import MuonWithAdamW
 from dist_lib.pulse import DataParallel, DenseDiLoCo, OuterConfig, PulseLoCo, resume, save_checkpoint
+from dist_lib.pulse.loco_exchange import Channel
 
 TINY = DecoderConfig(
     vocab_size=32, d_model=16, n_layers=2, n_heads=2, n_kv_heads=2, d_ff=32, max_seq_len=8, tie_embeddings=True
@@ -214,7 +215,9 @@ def twin_of_torch():
 def hangs(folder):
     """The last rank does not come; the others give up by themselves, while it is still there."""
     folder.mkdir(exist_ok=True)
-    loop = make(group=dist.new_group(timeout=timedelta(seconds=2)))
+    loop = make()
+    dist.barrier()  # connecting has the same timeout: begin it together
+    loop.channel = Channel(dist.new_group(timeout=timedelta(seconds=5)))
     others, end = dist.get_world_size() - 1, time.monotonic() + 60
     texts = ("came back", "")
     if dist.get_rank() < others:
