@@ -25,7 +25,7 @@ from dist_lib.pulse.wire import Reader, Words, pack, planes, zigzag
 SETTLED = 30
 """Step of a stream that is looked at: Adam's second moment has settled by then."""
 CELLS = 1 << 21
-ROW = 1024
+ROW = 4096
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,12 @@ class Bytes:
 
 
 def settled_pair(storage: str, lr: float, *, cells: int = CELLS, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Two states of a synthetic AdamW stream one step apart, bfloat16 (rows, 1024), at step 30.
+    """Two states of a synthetic AdamW stream one step apart, bfloat16 (rows, 4096), at step 30.
 
     Args:
         storage: ``"bf16"`` or ``"fp32"``, see :func:`~dist_lib.pulse.streams.adamw_stream`.
         lr: learning rate.
-        cells: number of weights, a multiple of 1024 and at most 2^22.
+        cells: number of weights, a multiple of 4096 and at most 2^22.
         seed: of the stream.
     """
     *_, last = adamw_stream(cells, lr=lr, steps=SETTLED, storage=storage, seed=seed)
