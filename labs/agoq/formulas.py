@@ -1,8 +1,9 @@
-"""Bytes that the lab expects, from shapes alone: held for backward, gradients, optimizer state, and on the wire.
+"""Bytes that the lab expects, from shapes alone: held for backward, gradients, and on the wire.
 
 Everything here is arithmetic on whole numbers, written apart from the code that is counted. Activations: what one
 decoder layer keeps under a plan, and what stands around the layers. Gradients: blocks by parameter, filled up to equal
-shards. Source of the schemes: AGoQ (arXiv 2605.00539); the counts are ours.
+shards. Those of the optimizer's state are :func:`dist_lib.agoq.moment_bytes`. Source of the schemes: AGoQ (arXiv
+2605.00539); the counts are ours.
 """
 
 from __future__ import annotations
@@ -16,9 +17,6 @@ from dist_lib.comm import NetworkModel
 from dist_lib.models import DecoderConfig, activation_bytes
 from dist_lib.ops import quantized_nbytes
 
-SMALL_STATE = 4096  # bitsandbytes keeps float32 moments for tensors with fewer numbers
-STATE_BLOCK = 256  # and one float32 scale a moment for as many numbers of the others
-CODE_TABLES = 2 * 256 * 4  # and two tables of codes for all of them
 SCALE_BYTES = 4
 
 
@@ -140,13 +138,3 @@ def sharded_payload_bytes(
         exact = form is None or numel < min_elements
         total += 4 * numel if exact else world * form.message_bytes(numel // world)  # type: ignore[union-attr]
     return total
-
-
-def state_bytes(numels: Iterable[int], eight_bits: bool) -> int:
-    """Bytes of AdamW's two moments: 8 a number, or 2 and two scales a block, small tensors excepted."""
-    sizes = list(numels)
-    if not eight_bits:
-        return 8 * sum(sizes)
-    large, small = split_sizes(sizes, SMALL_STATE)
-    scales = sum(2 * SCALE_BYTES * -(-n // STATE_BLOCK) for n in large)
-    return 2 * sum(large) + scales + 8 * sum(small) + (CODE_TABLES if large else 0)

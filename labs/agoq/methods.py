@@ -1,14 +1,12 @@
 """A model, its gradients and its optimizer, with any of the three pieces switched on; one interface for all methods.
 
 The pieces: A, activations encoded for backward; G, gradients held and sent in 8 bits; O, AdamW's moments in 8 bits
-(:class:`bitsandbytes.optim.AdamW8bit`). Weights are replicated, or sharded by FSDP2.
+(:func:`~dist_lib.agoq.adamw_8bit`). Weights are replicated, or sharded by FSDP2.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib
-import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,13 +19,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
-from dist_lib.agoq import QuantizedGradients, quantize_activations, quantize_fsdp_gradients
+from dist_lib.agoq import QuantizedGradients, adamw_8bit, quantize_activations, quantize_fsdp_gradients
 from dist_lib.agoq.gradients import clip_factor
 from dist_lib.comm import ExactReducer, collectives
 from dist_lib.models import Decoder, get_config
 from labs.agoq.config import PIECES, Config
 from labs.framework import LabError
 
+BETAS = (0.9, 0.95)
 CHUNK = 2**25  # numbers in one float32 sum over ranks
 
 
@@ -159,18 +158,12 @@ def make_optimizer(masters: list[nn.Parameter], config: Config, *, eight_bits: b
     Raises:
         LabError: bitsandbytes is missing.
     """
-    options: dict[str, Any] = {"lr": config.lr, "betas": (0.9, 0.95), "weight_decay": config.weight_decay}
     if not eight_bits:
-        return AdamW(masters, **options)
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # of 4-bit products, not used here
+        return AdamW(masters, lr=config.lr, betas=BETAS, weight_decay=config.weight_decay)
     try:
-        adamw: Any = importlib.import_module("bitsandbytes.optim").AdamW8bit
+        return adamw_8bit(masters, lr=config.lr, betas=BETAS, weight_decay=config.weight_decay)
     except ImportError as error:
-        raise LabError(
-            "methods 'optimizer' and 'all' need bitsandbytes: install the extra 'agoq', or leave them out of compared"
-        ) from error
-    optimizer: Optimizer = adamw(masters, **options)
-    return optimizer
+        raise LabError(f"methods 'optimizer' and 'all': {error}; or leave them out of compared") from error
 
 
 @dataclass
@@ -209,11 +202,6 @@ class Method:
             if held.data_ptr() != self.masters[name].data_ptr():
                 held.copy_(self.masters[name])
         self.gradients.reset()
-
-    def state_bytes(self) -> int:
-        """Bytes of the optimizer's moments on this rank, storages once; counters of steps left out."""
-        tensors = [t for s in self.optimizer.state.values() for t in s.values() if isinstance(t, Tensor) and t.ndim]
-        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank needs to go on."""

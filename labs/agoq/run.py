@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dist_lib.agoq import Format
+from dist_lib.agoq import Format, moment_bytes, state_bytes
 from dist_lib.agoq.quality import exact_gradient, gradient_quality
 from dist_lib.comm import CommCounter, agree, collectives
 from dist_lib.models import Decoder, SavedTensorCounter, get_config, parameter_counts
@@ -149,7 +149,8 @@ def train_once(
         if config.save_every and (step + 1) % config.save_every == 0 and not last:
             now = {"name": name, "step": step + 1, "first_loss": outcome.first_loss, **method.state_dict()}
             save(config, context, {**state, "current": now})
-    outcome.state = [method.state_bytes(), formulas.state_bytes(_sizes(method), method.has("O"))]
+    bits = 8 if method.has("O") else 32
+    outcome.state = [state_bytes(method.optimizer), moment_bytes(_sizes(method), bits=bits)]
     rows = max(1, min(32, 16_384 // config.seq_len))
     outcome.validation = validation_loss(method.model, load_corpus(), seq_len=config.seq_len, rows=rows)
     if config.parallel == "replicated":
