@@ -2,7 +2,9 @@
 
 from functools import lru_cache
 
-from dist_lib.claims import recomputes
+import pytest
+
+from dist_lib.claims import load_claims, recomputers, recomputes
 from dist_lib.pulse.byte_accounting import account, accounts, blind_index, layout_bytes, reference, settled_pair
 
 
@@ -91,3 +93,19 @@ def xor_bytes():
 @recomputes("pulse-codec-gap-bytes")
 def gap_bytes():
     return _layouts()["byte gap, value"]
+
+
+MINE = sorted(name for name, function in recomputers().items() if function.__module__ == __name__)
+
+
+@pytest.mark.parametrize("claim_id", MINE)
+def test_ledger_holds_what_the_code_gives(claim_id):
+    claim, value = load_claims()[claim_id], recomputers()[claim_id]()
+    assert claim.agrees(value), f"{claim_id}: the ledger says {claim.our_value}, computed {value}"
+
+
+def test_sizes_stay_in_the_bands_they_are_known_for():
+    assert len(MINE) == 12 and 75 < paper_ratio() < 82 and 2.95 < paper_bytes() < 3.05
+    assert small_bytes() < 1.0 and small_over_reference() < 1.1
+    assert small_bytes() < 0.4 * account(*_pair("fp32", 1e-6), "paper").per_change
+    assert fast_bytes() < 0.6 * account(*_pair("fp32", 1e-6), "paper").per_change
