@@ -167,7 +167,8 @@ def test_a_run_ends_with_a_record_and_figures(tmp_path):
     assert record.status == "finished" and [s["step"] for s in steps] == [1, 2, 3, 4]
     memory, errors, wire, losses = figures(record)
     assert list(memory.data[0].x) == ["nothing", "gradients"] and len(memory.data) == 4
-    assert errors.data[0].x[1] == "queries,<br>keys, values" and list(errors.data[1].y) == [record.metrics[f"{n}_gradient_error"] for n in ("gradients", "attention")]
+    assert errors.data[0].x[1] == "queries,<br>keys, values"
+    assert list(errors.data[1].y) == [record.metrics[f"{n}_gradient_error"] for n in ("gradients", "attention")]
     assert wire.data[0].y[1] * 1e6 == pytest.approx(record.metrics["gradients_bytes_sent_a_step"])
     assert [len(t.y) for t in losses.data] == [2, 2]
     assert mean_curve(record, "baseline")[1] == pytest.approx((steps[0]["baseline"] + steps[1]["baseline"]) / 2)
