@@ -202,11 +202,11 @@ REGIMES: Mapping[str, tuple[str, float]] = {
     "stored in BF16, lr 3e-6": ("bf16", 3e-6),
 }
 NAMES: Mapping[str, str] = {
-    "raw": "plain index and value",
-    "paper": "the paper's format",
+    "raw": "plain index<br>and value",
+    "paper": "the paper's<br>format",
     "fast": "fast",
     "small": "small",
-    "reference": "reference entropy",
+    "reference": "reference<br>entropy",
 }
 
 
