@@ -10,7 +10,13 @@ differ (:func:`bit_changes`).
 from dist_lib.ops.bit_diff import bit_changes, bit_changes_use_kernel
 from dist_lib.ops.codecs import CODECS, Codec, get_codec
 from dist_lib.ops.coefficients import COEFFICIENTS, Triple, polar_express, resolve, scalar_map, with_safety
-from dist_lib.ops.fused_quantized import rms_norm_backward, rms_norm_quantize, swiglu_backward
+from dist_lib.ops.fused_quantized import (
+    rms_norm_backward,
+    rms_norm_quantize,
+    swiglu_backward,
+    swiglu_quantize,
+    weight_gradient,
+)
 from dist_lib.ops.newton_schulz import (
     choose_form,
     newton_schulz,
@@ -60,7 +66,9 @@ __all__ = [
     "rms_norm_quantize",
     "scalar_map",
     "swiglu_backward",
+    "swiglu_quantize",
     "symmetric_matmul",
     "uses_kernel",
+    "weight_gradient",
     "with_safety",
 ]

@@ -2,13 +2,16 @@
 
 :func:`rms_norm_quantize` is RMSNorm that also encodes its input; :func:`rms_norm_backward` and :func:`swiglu_backward`
 are the backward passes from codes, which also rebuild what the weight gradients need. Plain torch is the definition;
-on CUDA a Triton kernel does each in one pass over memory. Formulas: our derivation; that the norm's output and the
-gated product are rebuilt and never stored is AGoQ's (arXiv 2605.00539, layer-aware activation quantisation).
+on CUDA a Triton kernel does each in one pass over memory. :func:`swiglu_quantize` and :func:`weight_gradient` have a
+kernel too, which runs only where asked for: whether it wins has to be timed on the GPU at hand. Formulas: our
+derivation; that the norm's output and the gated product are rebuilt and never stored is AGoQ's (arXiv 2605.00539,
+layer-aware activation quantisation).
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dist_lib.ops.codecs import CODECS, tables
@@ -18,6 +21,7 @@ from dist_lib.ops.quantization import (
     as_rows,
     check_choice,
     empty_codes,
+    quantize,
     quantize_uses_kernel,
     rounding_seed,
 )
@@ -209,3 +213,85 @@ def swiglu_backward(gate: Quantized, up: Quantized, grad: Tensor) -> tuple[Tenso
     outs = torch.ops.dist_lib.swiglu_backward(codes, scales, up_codes, up_scales, rows, gate.codec, gate.block_size)
     grad_gate, grad_up, product = (out.view(grad.shape) for out in outs)
     return grad_gate, grad_up, product
+
+
+def _check_fused(x: Tensor, codec: str) -> None:
+    if not (quantize_uses_kernel(x) and CODECS[codec].scales_per_block == 1):
+        raise ValueError(
+            f"fused=True with a {x.dtype} tensor on {x.device} and codec {codec!r}: the kernel takes float32, float16 "
+            "or bfloat16 on a CUDA device from sm_80 on with Triton, and codecs of one scale a block; use fused=False"
+        )
+
+
+def swiglu_quantize(
+    gate: Tensor,
+    up: Tensor,
+    codec: str = "fp4",
+    block_size: int = 128,
+    scale_dtype: torch.dtype = torch.float32,
+    *,
+    fused: bool = False,
+) -> tuple[Tensor, Quantized, Quantized]:
+    """``silu(gate) * up``, and both encoded. Not differentiable by itself.
+
+    Args:
+        gate, up: (..., width), one shape and dtype.
+        codec, block_size, scale_dtype: as :func:`dist_lib.ops.quantize`.
+        fused: in one kernel, which reads each once. The codes are the same; the product's last bit may differ.
+
+    Raises:
+        ValueError: shapes or dtypes that differ; ``fused`` where there is no kernel.
+    """
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(f"gate is {tuple(gate.shape)} {gate.dtype}, up is {tuple(up.shape)} {up.dtype}: need the same")
+    check_choice(codec, block_size, scale_dtype)
+    if not fused or gate.numel() == 0:
+        coded = [quantize(x, codec, block_size, scale_dtype) for x in (gate, up)]
+        return F.silu(gate.detach()) * up.detach(), coded[0], coded[1]
+    _check_fused(gate, codec)
+    from dist_lib.kernels.fused_swiglu import swiglu_quantize_launch
+
+    a, b = (x.detach().reshape(-1, x.shape[-1]).contiguous() for x in (gate, up))
+    product = torch.empty_like(a)
+    first, second = (empty_codes(x, codec, block_size, scale_dtype) for x in (a, b))
+    table = tables(codec, gate.device)
+    with torch.cuda.device_of(gate):
+        swiglu_quantize_launch(a, b, product, first, second, CODECS[codec], table, block_size)
+    shape, leading = gate.shape, gate.shape[:-1]
+
+    def wrap(codes: Tensor, scales: Tensor) -> Quantized:
+        return Quantized(codes.view(*leading, -1), scales.view(*leading, -1), shape, gate.dtype, codec, block_size)
+
+    return product.view(shape), wrap(*first), wrap(*second)
+
+
+def weight_gradient(grad: Tensor, q: Quantized, *, fused: bool = False) -> Tensor:
+    """``grad^T x`` over all rows, for ``x`` in codes: the gradient of a product's weight, in the dtype of ``grad``.
+
+    Args:
+        grad: gradient of the product's output, (..., out).
+        q: the product's input, (..., dim), rows encoded one by one.
+        fused: decode inside the product, so that ``x`` is never written out; each tile of outputs decodes it again.
+
+    Returns:
+        (out, dim).
+
+    Raises:
+        ValueError: leading dimensions that differ; ``fused`` where there is no kernel, or with ``flat`` blocks.
+    """
+    if grad.shape[:-1] != q.shape[:-1]:
+        raise ValueError(f"grad is {tuple(grad.shape)} and x {tuple(q.shape)}: need the same leading dimensions")
+    rows = grad.detach().reshape(-1, grad.shape[-1])
+    if not fused or grad.numel() == 0:
+        return rows.mT @ q.dequantize(grad.dtype).reshape(-1, q.shape[-1])
+    _check_fused(grad, q.codec)
+    if q.flat:
+        raise ValueError("fused=True needs blocks along rows, and these are flat: use fused=False")
+    from dist_lib.kernels.coded_weight_gradient import weight_gradient_launch
+
+    codes, scales, count = as_rows(q)
+    out = rows.new_empty((rows.shape[1], count))
+    table = tables(q.codec, grad.device)
+    with torch.cuda.device_of(grad):
+        weight_gradient_launch(rows.contiguous(), codes, scales, out, CODECS[q.codec], table, q.block_size)
+    return out

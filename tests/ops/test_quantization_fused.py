@@ -5,7 +5,14 @@ import torch
 import torch.nn.functional as F
 
 from dist_lib.models.decoder import RMSNorm
-from dist_lib.ops import quantize, rms_norm_backward, rms_norm_quantize, swiglu_backward
+from dist_lib.ops import (
+    quantize,
+    rms_norm_backward,
+    rms_norm_quantize,
+    swiglu_backward,
+    swiglu_quantize,
+    weight_gradient,
+)
 
 
 def _norm(dim, dtype=torch.float32):
@@ -79,3 +86,31 @@ def test_registered_operations_pass_torchs_checks():
     torch.library.opcheck(torch.ops.dist_lib.rms_norm_backward, back, test_utils=tests)
     both = (codes, scales, codes, scales, x, "int5", 32)
     torch.library.opcheck(torch.ops.dist_lib.swiglu_backward, both, test_utils=tests)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_swiglu_that_encodes_gives_the_plain_product_and_the_plain_codes(dtype):
+    g = torch.Generator().manual_seed(4)
+    gate, up = (torch.randn(2, 3, 70, generator=g).to(dtype) for _ in range(2))
+    product, *coded = swiglu_quantize(gate, up, "nf4", 32, torch.float16)
+    assert torch.equal(product, F.silu(gate) * up)
+    for q, x in zip(coded, (gate, up), strict=True):
+        plain = quantize(x, "nf4", 32, torch.float16)
+        assert torch.equal(q.codes, plain.codes) and torch.equal(q.scales, plain.scales) and q.shape == x.shape
+    with pytest.raises(ValueError, match="need the same"):
+        swiglu_quantize(gate, up[..., :3])
+    with pytest.raises(ValueError, match="fused=False"):
+        swiglu_quantize(gate, up, fused=True)
+
+
+def test_the_weight_gradient_from_codes_is_autograds_on_the_decoded_input():
+    g = torch.Generator().manual_seed(6)
+    x, grad = torch.randn(2, 5, 70, generator=g), torch.randn(2, 5, 9, generator=g)
+    q = quantize(x, "fp4", 32)
+    weight = torch.zeros(9, 70, requires_grad=True)
+    F.linear(q.dequantize(), weight).backward(grad)
+    torch.testing.assert_close(weight_gradient(grad, q), weight.grad, rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match="leading dimensions"):
+        weight_gradient(grad[:1], q)
+    with pytest.raises(ValueError, match="fused=False"):
+        weight_gradient(grad, q, fused=True)
