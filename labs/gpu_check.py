@@ -31,6 +31,7 @@ CHECK_MODULES: tuple[str, ...] = (
     "labs.gpu.dmuon",
     "labs.gpu.async_pipeline",
     "labs.gpu.quantization",
+    "labs.gpu.coded_products",
     "labs.gpu.quantized_training",
     "labs.gpu.weight_sync",
 )
