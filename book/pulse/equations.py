@@ -272,9 +272,9 @@ EQUATIONS = [
     Equation(
         label="gate",
         latex=(
-            r"s = (\theta - w) + e, \qquad "
+            r"s = (\theta - w) + e, \quad "
             r"V = \{\, i : \mathrm{cast}(\theta_i) \neq \mathrm{cast}(\theta_i - s_i)\,\}, "
-            r"\qquad e_V \leftarrow 0, \quad e_{\bar V} \leftarrow s_{\bar V}"
+            r"\quad e_V \leftarrow 0, \;\; e_{\bar V} \leftarrow s_{\bar V}"
         ),
         implemented_by="dist_lib.pulse.loco.feedback",
         evaluate=_split_by_hand,
