@@ -7,7 +7,11 @@ the user's cache folder; where there is neither it is compiled anew in each proc
 
 from __future__ import annotations
 
+import hashlib
 import logging
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,13 +25,29 @@ i64: Any = np.int64
 OK, BAD = 0, -1
 
 
+@lru_cache(maxsize=1)
+def _sources() -> str:
+    """Digest of all files with compiled loops."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("_*.py")):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
 def compiled(function: Any) -> Any:
-    """Compile a function on first use, without the interpreter's lock."""
+    """Compile a function on first use, without the interpreter's lock.
+
+    Numba takes kept code for current as long as the function's own file is; here, as long as all files are, for code
+    of a function contains that of those which it calls.
+    """
     try:
-        return njit(nogil=True, cache=True)(function)
+        made = njit(nogil=True, cache=True)(function)
     except RuntimeError:  # no folder to keep compiled code in
         logger.info("%s is compiled anew in each process", function.__name__)
         return njit(nogil=True)(function)
+    with suppress(AttributeError, OSError):  # of a Numba that keeps its code in another way, or without sources
+        made._cache._cache_file._source_stamp = _sources()
+    return made
 
 
 @compiled

@@ -17,6 +17,7 @@ from dist_lib.pulse._vector import LANES, classify, copy, equal, lowest, ones
 
 u64: Any = np.uint64
 BLOCK = 512  # cells whose classes are found, and then counted, together
+PARTS = BLOCK // LANES
 NEVER: Any = 1 << 62  # above every rank
 
 
@@ -285,6 +286,7 @@ def select(
     ``sizes`` members.
     """
     found = np.empty(BLOCK, np.uint8)
+    below = np.empty(PARTS, np.int64)
     at, members = begin.copy(), np.zeros(begin.size, np.int64)
     following = np.full(begin.size, NEVER, np.int64)
     for u in range(used.size):
@@ -297,14 +299,16 @@ def select(
             lower = members[c]
             after = lower + _members(found, c)
             members[c] = after
-            inside = 0
+            if following[c] < after:
+                total = lower
+                for i in range(PARTS):
+                    below[i] = total
+                    total += ones(equal(found, i * LANES, c))
             while following[c] < after:
-                mask = equal(found, inside, c)
-                while following[c] >= lower + ones(mask):
-                    lower += ones(mask)
-                    inside += LANES
-                    mask = equal(found, inside, c)
-                p = start + inside + _nth(mask, following[c] - lower)
+                part = 0
+                for i in range(1, PARTS):
+                    part += 1 if following[c] >= below[i] else 0
+                p = start + part * LANES + _nth(equal(found, part * LANES, c), following[c] - below[part])
                 k = at[c]
                 positions[k], before[k] = p, cells[p]
                 at[c] = k + 1

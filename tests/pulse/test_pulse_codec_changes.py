@@ -1,5 +1,9 @@
 """Changes of a segment: found 64 at a time, on a device, and kept in memory that the caller gives."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -116,3 +120,22 @@ def test_differences_that_follow_from_the_exponent_cost_next_to_nothing() -> Non
         assert np.array_equal(decode_segment(CODECS["small"], memoryview(data), old, place), new)
         sizes.append(len(data))
     assert sizes[0] - sizes[1] > 0.8 * 3 * where.size / 8  # three bits a cell
+
+
+def test_kept_code_is_current_only_while_all_compiled_files_are(tmp_path: Path) -> None:
+    """A changed file compiles what calls its functions anew, although their own files did not change."""
+    for name in ("_kernels.py", "_vector.py"):
+        text = Path(codecs.__file__).with_name(name).read_text()
+        (tmp_path / name).write_text(text.replace("dist_lib.pulse._vector", "_vector"))
+    (tmp_path / "_user.py").write_text(
+        "from _kernels import compiled\nfrom _plan import value\n@compiled\ndef twice():\n    return 2 * value()\n"
+    )
+    found = []
+    for number in (1, 1, 3):
+        (tmp_path / "_plan.py").write_text(
+            f"from _kernels import compiled\n@compiled\ndef value():\n    return {number}\n"
+        )
+        code = "import _user; print(_user.twice(), sum(_user.twice.stats.cache_hits.values()))"
+        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+        found.append(done.stdout.split())
+    assert found == [["2", "0"], ["2", "1"], ["6", "0"]]
