@@ -41,7 +41,7 @@ def compiled(function: Any) -> Any:
     of a function contains that of those which it calls.
     """
     try:
-        made = njit(nogil=True, cache=True)(function)
+        made: Any = njit(nogil=True, cache=True)(function)
     except RuntimeError:  # no folder to keep compiled code in
         logger.info("%s is compiled anew in each process", function.__name__)
         return njit(nogil=True)(function)
