@@ -87,7 +87,7 @@ def formats_figure(codecs: Sequence[str] = FORMATS) -> Any:
         ),
         traces=traces,
         controls=[viz.Control(key="codec", label="Format", values=list(codecs), initial=codecs[0])],
-        rtol=1e-6,
+        rtol=1e-3,
         xaxis_range=[-1.05, 1.05],
     )
 
