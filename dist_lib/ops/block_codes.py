@@ -117,16 +117,19 @@ def encode(x: Tensor, codec: Codec, scale_dtype: torch.dtype, noise: Tensor | No
     return pack(_codes(y, codec, noise), codec.bits), scale
 
 
-def decode(packed: Tensor, scales: Tensor, count: int, codec: Codec) -> Tensor:
-    """The inverse: packed codes (..., bytes) and scales of blocks of ``count`` numbers -> float32 (..., count)."""
+def decode(packed: Tensor, scales: Tensor, count: int, codec: Codec, out: Tensor | None = None) -> Tensor:
+    """The inverse: packed codes (..., bytes) and scales of blocks of ``count`` numbers -> float32 (..., count).
+
+    With ``out``, float32 (..., count) of any strides, the numbers are written there.
+    """
     codes = unpack(packed, count, codec.bits)
     if codec.kind == "minmax":
         step, low = scales.float().unbind(-1)
-        return codes.float().mul_(step[..., None]).add_(low[..., None])
+        return torch.add(codes.float().mul_(step[..., None]), low[..., None], out=out)
     if codec.kind == "integer":
         half = 2 ** (codec.bits - 1)
         signed = codes.view(torch.int8) if codec.bits == 8 else (codes ^ half).to(torch.int8) - half
         grid = signed.float()
     else:
         grid = tables(codec.name, codes.device).values[codes.int()]
-    return grid.mul_(_over(scales.float(), codec.limit)[..., None])
+    return torch.mul(grid, _over(scales.float(), codec.limit)[..., None], out=out)

@@ -208,7 +208,10 @@ def dequantize_blocks(
         scale = scales[:, at_block : at_block + blocks]
         numbers = out[:, span].unflatten(-1, (blocks, size))
         for tile in _tiles(numbers):
-            numbers[tile] = decode(packed[tile], scale[tile], size, chosen)
+            room = numbers[tile] if dtype == torch.float32 else None  # one pass over memory less
+            found = decode(packed[tile], scale[tile], size, chosen, room)
+            if room is None:
+                numbers[tile] = found
         at_byte, at_block = at_byte + blocks * width, at_block + blocks
     return out
 
