@@ -149,7 +149,12 @@ class Fp8Shadow:
     """
 
     def __init__(
-        self, state: State, *, select: Select = matrices, block: int = BLOCK, scales: str = "power of two"
+        self,
+        state: Mapping[str, Tensor],
+        *,
+        select: Callable[[str, Tensor], bool] = matrices,
+        block: int = BLOCK,
+        scales: str = "power of two",
     ) -> None:
         self.select, self.block, self.scales = select, block, scales
         self.quantised = quantise_state(state, select=select, block=block, scales=scales)

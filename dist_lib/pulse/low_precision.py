@@ -36,7 +36,7 @@ def quantise_mxfp4(weight: Tensor) -> tuple[Tensor, Tensor]:
         weight: (M, N) with N a multiple of 32.
 
     Returns:
-        Codes (M, N) uint8, sign in bit 3, and exponents (M, N / 32) int16: a weight is about
+        Codes (M, N) uint8 with the sign in bit 3, and exponents (M, N / 32) int16. A weight is about
         ``sign * (0, 0.5, 1, 1.5, 2, 3, 4, 6)[code & 7] * 2 ** exponent``. Ties go to even codes; what is above 6 is 6.
 
     Raises:
