@@ -1,5 +1,6 @@
 """Values of the AGoQ chapter in the ledger that are measured: codecs, sums, layers, gradients of a trained model."""
 
+import json
 import math
 from contextlib import nullcontext
 from functools import lru_cache
@@ -7,7 +8,16 @@ from functools import lru_cache
 import pytest
 import torch
 
-from dist_lib.agoq import ActivationPlan, Format, GradientFormat, norm_linear, quantize_activations
+from dist_lib.agoq import (
+    ActivationPlan,
+    Format,
+    GradientFormat,
+    adamw_8bit,
+    moment_bytes,
+    norm_linear,
+    quantize_activations,
+    state_bytes,
+)
 from dist_lib.agoq.collectives import all_reduce, simulate_all_reduce, simulate_ring
 from dist_lib.agoq.layer_memory import LayerShape, layer_units, statistics_bytes
 from dist_lib.agoq.quality import exact_gradient, gradient_quality, local_errors, storing
@@ -19,6 +29,7 @@ from dist_lib.models.decoder import rotary_table
 from dist_lib.ops import CODECS, accumulate_, error_table, quantize, quantized_zeros
 from dist_lib.ops.quantization_error import DISTRIBUTIONS, samples
 from dist_lib.tasks import BatchSampler, load_corpus
+from labs.agoq.activations import RECORD
 
 SHAPE = {"n_layers": 3, "n_heads": 2, "n_kv_heads": 2, "d_ff": 176, "max_seq_len": 64, "tie_embeddings": False}
 SMALL = DecoderConfig(vocab_size=256, d_model=64, **SHAPE)
@@ -243,6 +254,58 @@ def test_the_gate():
     order = _by_kind()
     assert order["norm"] < min(order["weights"], order["swiglu"], order["value"])
     assert max(order["weights"], order["swiglu"], order["value"]) < min(order["query"], order["key"])
+
+
+# ---- recorded on SmolLM2 --------------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def _recorded():
+    return json.loads(RECORD.read_text(encoding="utf-8"))
+
+
+def smollm2_gradient(name):
+    scheme, codec = SMOLLM2[name]
+    return 100 * _recorded()["gradient"][codec][scheme][0]
+
+
+SMOLLM2 = {
+    "layers": ("layers", "fp4"),
+    "layers-nf4": ("layers", "nf4"),
+    "layers-int8": ("layers", "int8"),
+    "gate-up": ("gate and up", "fp4"),
+    "every": ("every saved tensor", "fp4"),
+}
+_register("agoq-smollm2-", SMOLLM2, smollm2_gradient)
+_register(
+    "agoq-smollm2-13-",
+    ("norm", "weights", "swiglu", "query", "key", "value"),
+    lambda k: _recorded()["by_kind"]["fp4"][k],
+)
+
+
+@recomputes("agoq-smollm2-attention")
+def smollm2_attention():
+    kinds = _recorded()["by_kind"]["fp4"]
+    return kinds["query"] / kinds["swiglu"]
+
+
+# ---- optimizer state ------------------------------------------------------------------------------------------------
+
+
+@recomputes("agoq-moment-bytes")
+def moment_bytes_counted():
+    parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in ((100, 50), (4095,), (64, 64), (64, 65))]
+    optimizer = adamw_8bit(parameters)
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    return state_bytes(optimizer) / moment_bytes(p.numel() for p in parameters)
+
+
+@recomputes("agoq-moment-ratio")
+def moment_ratio():
+    return moment_bytes([2**22], bits=32) / moment_bytes([2**22])
 
 
 @lru_cache(maxsize=3)
