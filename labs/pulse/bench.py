@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections import deque
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -34,6 +33,7 @@ RATE = 25e6  # changed cells a second
 SCAN = 1.5e9  # bytes of weights a second and core
 SMALLER = {"fast": 0.6, "small": 0.4}  # most bytes against the paper's format
 ABOVE_REFERENCE = 1.10
+DISTANCES = (1, 8)  # steps between two states: a receiver that is behind takes one merged patch
 
 
 def recorded() -> list[Path]:
@@ -45,19 +45,21 @@ def recorded() -> list[Path]:
     ]
 
 
-def last_states(folder: Path) -> tuple[State, State]:
-    """The last two states of a recorded stream."""
-    old, new = deque(recorded_stream(folder), maxlen=2)
-    return old, new
+def last_states(folder: Path) -> dict[int, tuple[State, State]]:
+    """The last state of a recorded stream and the one 1 and 8 steps before it, by distance."""
+    steps = len(list(folder.glob("step-*.pt")))
+    kept = {steps - d for d in (0, *DISTANCES)}
+    states = {i: state for i, state in enumerate(recorded_stream(folder)) if i in kept}
+    return {d: (states[steps - d], states[steps]) for d in DISTANCES if steps - d in states}
 
 
 @lru_cache(maxsize=1)
-def masters() -> tuple[str, tuple[Update, ...]]:
-    """What rows are measured on: its name, and updates with float32 masters."""
+def masters() -> tuple[Update, ...]:
+    """What rows are measured on: updates with float32 masters, over one step and over eight."""
     folders = [f for f in recorded() if f.name.startswith("fp32")]
     if folders:
-        return "recorded updates of SmolLM2", tuple(make_update(*last_states(f)) for f in folders)
-    return "synthetic AdamW updates", tuple(synthetic_update(lr=lr) for lr in (1e-6, 3e-6))
+        return tuple(make_update(*pair) for f in folders for pair in last_states(f).values())
+    return tuple(synthetic_update(lr=lr) for lr in (1e-6, 3e-6))
 
 
 def checked(codec: str) -> list[Work]:
@@ -66,7 +68,7 @@ def checked(codec: str) -> list[Work]:
     Raises:
         LabError: it does not give back the new state, or needs more bytes than it may: then its time says nothing.
     """
-    works = [Work(update, codec) for update in masters()[1]]
+    works = [Work(update, codec) for update in masters()]
     for work in works:
         size = sum(map(len, work.coded))
         if not work.check():
@@ -111,7 +113,7 @@ def small_against_rate(part: str) -> Pair:
 
 def scan_against_rate() -> Pair:
     """The scan on one thread, and the time that 1.5 GB of weights a second take."""
-    works = [Work(update, "fast", workers=1) for update in masters()[1]]
+    works = [Work(update, "fast", workers=1) for update in masters()]
     nbytes = sum(old.nbytes for work in works for old, *_ in work.update.segments)
     return Pair(_timed(_run(works, "scan")), lambda: nbytes / SCAN, seconds=True)
 
@@ -183,9 +185,8 @@ def end_to_end(old: State, new: State, codec: str, repeats: int) -> dict[str, fl
     return found | {"file_bytes": float(len(data))}
 
 
-def measure_stream(folder: Path, repeats: int) -> dict[str, Any]:
-    """All codecs on the last step of a recorded stream."""
-    old, new = last_states(folder)
+def measure_update(old: State, new: State, repeats: int) -> dict[str, Any]:
+    """All codecs on one update."""
     update = make_update(old, new)
     codecs = {}
     for codec in CODECS:
@@ -216,16 +217,19 @@ def main(repeats: Annotated[int, typer.Option(help="Calls of each part; the leas
     if not folders:
         console.print("No stream is recorded; run: python -m labs.pulse.stream")
         raise typer.Exit(1)
-    streams = {}
+    streams: dict[str, dict[str, Any]] = {}
     for folder in folders:
-        found = streams[folder.name] = measure_stream(folder, repeats)
-        small = found["codecs"]["small"]
-        rates = ", ".join(f"{part} {r['changed_per_s'] / 1e6:.1f}" for part, r in small["parts"].items())
-        console.print(
-            f"{folder.name}: {found['density']:.2%} changed; fast {found['fast_bytes_of_paper']:.3f} of the paper's "
-            f"bytes in {found['fast_time_of_paper']:.2f} of its time; small {found['small_bytes_of_paper']:.3f}, "
-            f"{small['of_reference']:.3f} of the reference; million changed cells a second: {rates}"
-        )
+        for distance, pair in last_states(folder).items():
+            found = measure_update(*pair, repeats)
+            streams.setdefault(folder.name, {})[f"{distance} steps" if distance > 1 else "1 step"] = found
+            small = found["codecs"]["small"]
+            rates = ", ".join(f"{part} {r['changed_per_s'] / 1e6:.1f}" for part, r in small["parts"].items())
+            console.print(
+                f"{folder.name}, {distance}: {found['density']:.2%} changed; fast {found['fast_bytes_of_paper']:.3f} "
+                f"of the paper's bytes in {found['fast_time_of_paper']:.2f} of its time; small "
+                f"{found['small_bytes_of_paper']:.3f}, {small['of_reference']:.3f} of the reference; million changed "
+                f"cells a second: {rates}"
+            )
     record = {
         "hardware": results.hardware(),
         "versions": results.versions(),

@@ -51,13 +51,13 @@ def test_a_codec_that_loses_a_change_has_no_time(update, monkeypatch):
     monkeypatch.setattr("dist_lib.pulse.wire.Reader.end", lambda self: None)
     with pytest.raises(ValueError, match="does not give back"):
         time_codec(update, "fast", repeats=1)
-    monkeypatch.setattr(bench, "masters", lambda: ("", (update,)))
+    monkeypatch.setattr(bench, "masters", lambda: (update,))
     with pytest.raises(LabError, match="not the new state"):
         bench.checked("fast")
 
 
 def test_a_codec_above_its_bytes_has_no_time(update, monkeypatch):
-    monkeypatch.setattr(bench, "masters", lambda: ("", (update,)))
+    monkeypatch.setattr(bench, "masters", lambda: (update,))
     assert len(bench.checked("small")) == 1
     monkeypatch.setitem(bench.SMALLER, "small", 0.01)
     with pytest.raises(LabError, match=r"above 0\.01"):
@@ -69,7 +69,7 @@ def test_a_codec_above_its_bytes_has_no_time(update, monkeypatch):
 
 
 def test_rows_time_what_they_say(update, monkeypatch):
-    monkeypatch.setattr(bench, "masters", lambda: ("", (update,)))
+    monkeypatch.setattr(bench, "masters", lambda: (update,))
     pair = bench.small_against_rate("encode")
     assert pair.baseline() == pytest.approx(update.changed / 25e6) and pair.ours() > 0
     assert bench.scan_against_rate().baseline() == pytest.approx(update.nbytes / 1.5e9)
