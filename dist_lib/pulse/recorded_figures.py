@@ -163,3 +163,43 @@ def rl_figure(runs: Iterable[Mapping[str, Any]]) -> Any:
         controls=controls,
         xaxis_type="category",
     )
+
+
+def link_figure(rows: Iterable[Mapping[str, Any]]) -> Any:
+    """Seconds of a sync over narrow links, measured and by the closed form, for patches and full copies.
+
+    Args:
+        rows: of the record, each with ``mode``, ``megabits_per_s`` (None for no link), ``subscribers``, ``median_s``
+            and ``closed_form_s``; rows without a link are left out.
+
+    Raises:
+        ValueError: no row has a link.
+    """
+    linked = [row for row in rows if row["megabits_per_s"] is not None]
+    if not linked:
+        raise ValueError("the record holds no shaped link: make one with python -m labs.pulse.link --record")
+    traces, off = [], 0.0
+    colors = {"patch": viz.PAPER["pulse"], "full": viz.WORK["idle"]}
+    for mode, color in colors.items():
+        mine = sorted((r for r in linked if r["mode"] == mode), key=lambda r: (r["subscribers"], r["megabits_per_s"]))
+        x = [f"{r['megabits_per_s']:g} Mbit/s to {r['subscribers']}" for r in mine]
+        measured, model = ([round(r[k], 4) for r in mine] for k in ("median_s", "closed_form_s"))
+        off = max([off, *(abs(a / b - 1) for a, b in zip(measured, model, strict=True))])
+        name = "patch" if mode == "patch" else "full copy"
+        traces.append(viz.bar(x, measured, f"{name}, measured", color=color))
+        marks = {"color": viz.SERIES[1], "size": 11, "symbol": "line-ew-open", "line": {"width": 3}}
+        traces.append(
+            go.Scatter(x=x, y=model, name=f"{name}, closed form", mode="markers", marker=marks, offsetgroup=mode)
+        )
+    return viz.figure(
+        title="A sync over a narrow link (recorded)",
+        x="link of each host, number of subscribers",
+        y="seconds until the slowest subscriber has swapped",
+        alt=(
+            f"Bars of {len(linked)} settings on a logarithmic axis; full copies take many times longer than patches. "
+            f"Marks of the closed form are within {100 * off:.0f} per cent of the bars"
+        ),
+        traces=traces,
+        yaxis_type="log",
+        barmode="group",
+    )

@@ -36,3 +36,22 @@ def test_means_over_seeds_and_a_control_for_rates() -> None:
     assert not figures.rl_figure(runs[:2]).layout.meta["controls"]
     with pytest.raises(ValueError, match="no runs"):
         figures.rl_figure([])
+
+
+def test_links_measured_beside_the_closed_form() -> None:
+    def row(mode, rate, measured, model):
+        return {"mode": mode, "megabits_per_s": rate, "subscribers": 1, "median_s": measured, "closed_form_s": model}
+
+    rows = [
+        row("patch", None, 0.1, 0.1),
+        row("patch", 1000.0, 0.4, 0.38),
+        row("patch", 100.0, 0.5, 0.4),
+        row("full", 100.0, 20, 21),
+    ]
+    fig = figures.link_figure(rows)
+    by_name = {t.name: t for t in fig.data}
+    assert tuple(by_name["patch, measured"].x) == ("100 Mbit/s to 1", "1000 Mbit/s to 1")
+    assert tuple(by_name["patch, closed form"].y) == (0.4, 0.38) and tuple(by_name["full copy, measured"].y) == (20,)
+    assert "3 settings" in fig.layout.meta["alt"] and "within 25 per cent" in fig.layout.meta["alt"]
+    with pytest.raises(ValueError, match="no shaped link"):
+        figures.link_figure(rows[:1])
