@@ -47,8 +47,7 @@ def copy(store: Store) -> dict[str, bytes]:
     return {name: store.get(name, 1 << 20) for name in [*store.names("objects"), *store.names("versions"), "head"]}
 
 
-@pytest.fixture(scope="module")
-def published() -> list[dict[str, bytes]]:
+def publish_run() -> list[dict[str, bytes]]:
     """Contents of the store after each version; anchors beside versions 0, 2 and 4."""
     store, after = memory(), []
     publisher = Publisher(store, anchor_every=2, key=KEY, clock=lambda: 1.0, workers=1)
@@ -56,6 +55,11 @@ def published() -> list[dict[str, bytes]]:
         publisher.publish(state)
         after.append(copy(store))
     return after
+
+
+@pytest.fixture(scope="module")
+def published() -> list[dict[str, bytes]]:
+    return publish_run()
 
 
 def damage(objects: dict[str, bytes], name: str, older: dict[str, bytes]) -> dict[str, bytes | None]:
@@ -110,9 +114,9 @@ def twin(subscriber: Subscriber) -> Subscriber:
     return other
 
 
-def test_every_object_damaged_in_every_way(published: list[dict[str, bytes]]) -> None:
+def run_matrix(published: list[dict[str, bytes]]) -> dict[str, int]:
+    """Damage each object in each way before a receiver that holds nothing, version 1 or version 4; count outcomes."""
     objects, counts = published[-1], {"newest": 0, "older or same": 0, "nothing": 0}
-    total = 0
     for held in (None, 1, 4):
         store = memory()
         load(store, objects if held is None else published[held])
@@ -130,9 +134,14 @@ def test_every_object_damaged_in_every_way(published: list[dict[str, bytes]]) ->
                     store.put(name, content)
                 _, now = receive(store, lambda ready=ready: twin(ready))
                 counts["nothing" if now is None else "newest" if now == 5 else "older or same"] += 1
-                total += 1
                 store.put(name, objects[name])
         assert receive(store, lambda ready=ready: twin(ready))[1] == 5  # all is healed, so it was the damage
+    return counts
+
+
+def test_every_object_damaged_in_every_way(published: list[dict[str, bytes]]) -> None:
+    counts = run_matrix(published)
+    total = sum(counts.values())
     print(f"{total} cases: {counts}")
     assert total > 500 and counts["newest"] > total // 2 and counts["older or same"] > 0
 
