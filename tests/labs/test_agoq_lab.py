@@ -39,10 +39,33 @@ def trained(config, directory, resumed=False):
         return LAB.run(config, context), context.history
 
 
+class Stopped(Exception):
+    """Ends a run between two steps."""
+
+
+def stopped(config, directory, at):
+    """Run the lab up to a step, in which every rank stops."""
+    with distributed(device="cpu") as ctx:
+        context = RunContext(ctx, 0, Path(directory), False)
+        log = context.log_step
+
+        def stop(step, total, **metrics):
+            if step == at:
+                raise Stopped
+            log(step, total, **metrics)
+
+        context.log_step = stop
+        with pytest.raises(Stopped):
+            LAB.run(config, context)
+
+
 def both_ways(directory):
-    """On one rank: replicated weights with every method, then sharded ones."""
+    """On one rank: replicated weights with every method, sharded ones, and sharded ones that stop and go on."""
     sharded = dataclasses.replace(SMALL, parallel="fsdp")
-    return trained(SMALL, f"{directory}/a"), trained(sharded, f"{directory}/b")
+    shorter = dataclasses.replace(sharded, compared=("all",))
+    stopped(shorter, f"{directory}/c", 6)
+    runs = (SMALL, "a", False), (sharded, "b", False), (shorter, "c", True)
+    return [trained(config, f"{directory}/{folder}", resumed) for config, folder, resumed in runs]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +74,7 @@ def pair(tmp_path_factory):
 
 
 def test_what_is_held_and_sent_is_what_the_formulas_say(pair):
-    (found, _), _ = pair[0]
+    found = pair[0][0][0]
     assert found["wrong"] == "nothing" and found["held_bytes_off_the_formula"] == 0.0
     assert found["wire_bytes_equal_to_the_formula"] == "10 of 10"
     for what in ("gradients", "state"):
@@ -64,7 +87,7 @@ def test_what_is_held_and_sent_is_what_the_formulas_say(pair):
 
 
 def test_each_piece_changes_its_own_bytes_and_the_gradient_a_little(pair):
-    (found, _), _ = pair[0]
+    found = pair[0][0][0]
     kinds = {
         "activations": "bytes_held_for_backward",
         "gradients": "gradient_bytes",
@@ -81,12 +104,20 @@ def test_each_piece_changes_its_own_bytes_and_the_gradient_a_little(pair):
 
 
 def test_sharded_weights_learn_the_same_and_send_what_the_formula_says(pair):
-    (whole, rows), (found, sharded) = pair[0]
+    (whole, rows), (found, sharded), _ = pair[0]
     assert found["wrong"] == "nothing" and found["wire_bytes_equal_to_the_formula"] == "10 of 10"
     assert found["baseline_validation_loss"] == pytest.approx(whole["baseline_validation_loss"], rel=1e-4)
     assert found["baseline_gradient_bytes"] * 2 == whole["baseline_gradient_bytes"]
     assert 3.8 < found["baseline_bytes_sent_a_step"] / found["all_bytes_sent_a_step"] < 3.94
     assert sharded[0]["baseline"] == pytest.approx(rows[0]["baseline"], rel=1e-6)
+
+
+def test_sharded_weights_go_on_with_the_same_bits(pair):
+    for _, (whole, _), (resumed, _) in pair:
+        for name in ("baseline", "all"):
+            assert resumed[f"{name}_validation_loss"] == whole[f"{name}_validation_loss"]
+        assert resumed["wrong"] == "nothing"
+    assert [r["step"] for r in pair[0][2][1]] == [1, 2, 3, 4, 5, 6]
 
 
 def failing(config, directory):
@@ -134,18 +165,10 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
     config = dataclasses.replace(SMALL, compared=("all",), schemes=())
     whole, rows = trained(config, tmp_path)
 
-    class Stopped(Exception):
-        pass
-
     for at in (3, 6):  # in the baseline, after its state of step 2; in the method with all pieces
         other = tmp_path / str(at)
 
-        def stop(row, at=at):
-            if row["step"] == at:
-                raise Stopped
-
-        with distributed(device="cpu") as ctx, pytest.raises(Stopped):
-            LAB.run(config, RunContext(ctx, 0, other, False, stop))
+        stopped(config, other, at)
         found, again = trained(config, other, resumed=True)
         assert found == whole and again == rows and len(rows) == 6
 
