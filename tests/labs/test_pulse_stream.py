@@ -95,8 +95,9 @@ def started():
 
 
 def test_a_short_study_run(monkeypatch, tmp_path):
-    cases = tuple(rl.Case(o, s, 3e-5, 0) for o in ("adamw", "muon") for s in ("bf16", "fp32"))
-    monkeypatch.setattr(rl, "CASES", cases)
+    assert len(rl.cases()) == len({case.name for case in rl.cases(3)}) / 3 == 10
+    cases = [rl.Case(o, s, 3e-5, 0) for o in ("adamw", "muon") for s in ("bf16", "fp32")]
+    monkeypatch.setattr(rl, "cases", lambda seeds: cases)
     monkeypatch.setattr(rl, "KS", (1, 2))
     monkeypatch.setattr(rl, "TASK", Addition(1))
     small = started()
