@@ -5,6 +5,15 @@ values, zstd level 1. ``fast`` writes gaps as bytes and differences of bit patte
 what the receiver already knows, the old exponent, and entropy codes the rest (:mod:`dist_lib.pulse.small`). ``full``
 is no codec of changes: all words of a segment in byte planes, for tensors that the base does not have.
 
+A segment without changes is empty. Any other begins with the number of changed cells (LEB128). Then follow:
+
+========= =============================================================================================================
+``paper`` bytes of a row delta and of a column delta (1 byte each); one zstd frame: row deltas, column deltas, values
+``fast``  bytes of escapes, number of wide differences (LEB128); one zstd frame: gaps less one (a byte each, 255 for an
+          escape), escapes (LEB128), low bytes of zigzagged differences, what is left of wide ones in byte planes
+``small`` classes, parameters, ranks, tables and differences: see :mod:`dist_lib.pulse.small`
+========= =============================================================================================================
+
 A segment is at most 2^22 consecutive cells of one tensor, so memory stays bounded and positions fit 32 bits in a
 tensor of any size. Differences are exact integers modulo 2^bits: they must be applied once and to the right base,
 which the digests of a patch guarantee; absolute values may be applied twice.

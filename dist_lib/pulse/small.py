@@ -6,6 +6,22 @@ than half changed), and differences of bit patterns are coded by rANS with a fre
 exponents, or one for all where that is shorter: a large weight only ever moves by one spacing, a small one by many.
 The decoder derives classes, their sizes and groups from the base; every other degree of freedom is either written or
 refused.
+
+After the number of changes come, integers in LEB128 where no width is given:
+
+=========== ===========================================================================================================
+classes     first class, number of classes; of each its changed cells and, unless none, all its cells
+parameters  of each class with changes the low bits of a Rice code, 1 byte
+bits        number of bytes, then: of each such class the gaps of ranks (quotient as zeros and a one, low bits); then of
+            each difference from 128 the bits below its highest one; lowest bit of a byte first
+tables      1 byte: 0 the standard table, 1 one for each group, 2 one for all; unless 0, of each table the number of its
+            symbols, their distances, and all frequencies but the last, less one; they sum to 4096
+values      number of 16-bit words, then the words of the rANS stream, little-endian
+=========== ===========================================================================================================
+
+A symbol is a zigzagged difference itself below 128, else 120 plus its number of bits. A class is a pair of neighbouring
+exponents, a group as many exponents as have 512 changed cells. Codec number 4; number 3, which had no table for all,
+was never released.
 """
 
 from __future__ import annotations
