@@ -28,7 +28,7 @@ FOLDERS = {
     "book": ("book", "browser"),
     "packaging": ("packaging",),
 }
-ALLOWED_SKIPS = re.compile(r"CUDA|GPU", re.IGNORECASE)
+ALLOWED_SKIPS = re.compile(r"CUDA|GPU|needs root|allows no shaped link", re.IGNORECASE)  # what a machine may not have
 COLORS = {"title": "\033[1m", "bad": "\033[31m", "end": "\033[0m"} if sys.stdout.isatty() else {}
 
 
