@@ -165,11 +165,16 @@ class Tables:
         sorted: what is searched, ascending: all values, or the magnitudes if the code has a sign bit. The code of the
             r-th is r, but for FP4's, where bit 2 is flipped if bit 1 is set.
         midpoints: between neighbours of ``sorted``; a number on a midpoint takes the lower rank.
+        first: uint8, by the upper 16 bits of a float32 (plus 2^15 as a signed number): the lowest rank of a number
+            that begins so.
+        next: float32, likewise: the midpoint from which on it is one more; there is never a second one.
     """
 
     values: Tensor
     sorted: Tensor
     midpoints: Tensor
+    first: Tensor
+    next: Tensor
 
 
 @lru_cache(maxsize=64)
@@ -181,4 +186,17 @@ def tables(name: str, device: torch.device) -> Tables:
     wanted = values[: len(values) // 2] if codec.kind in ("signed", "float8") else values
     ranked = wanted[wanted.isfinite()].sort().values
     midpoints = (ranked[:-1] + ranked[1:]) / 2
-    return Tables(values.to(device), ranked.to(device), midpoints.to(device))
+    made = values, ranked, midpoints, *_by_upper_bits(name, midpoints)
+    return Tables(*(table.to(device) for table in made))
+
+
+def _by_upper_bits(name: str, midpoints: Tensor) -> tuple[Tensor, Tensor]:
+    """``first`` and ``next`` of :class:`Tables`."""
+    low = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
+    ends = torch.stack((low.view(torch.float32), (low | 0xFFFF).view(torch.float32)))
+    ends[:, ~ends.isfinite().all(0)] = 0.0  # never asked for
+    lowest, highest = torch.bucketize(ends.amin(0), midpoints), torch.bucketize(ends.amax(0), midpoints)
+    if int((highest - lowest).max()) > 1:
+        raise ValueError(f"two midpoints of {name} share their upper 16 bits: it cannot be looked up by them")
+    above = torch.cat((midpoints, midpoints.new_tensor([math.inf])))
+    return lowest.to(torch.uint8), above[lowest]
