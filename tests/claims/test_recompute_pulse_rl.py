@@ -1,7 +1,12 @@
-"""Sparsity in both regimes and change rates of low-precision receivers in the ledger, computed afresh."""
+"""Sparsity in both regimes and change rates of low-precision receivers in the ledger, computed afresh.
 
+Values of the study of a small model and of the recorded stream of SmolLM2 are computed from their records.
+"""
+
+import json
 from collections import deque
-from functools import cache
+from functools import cache, partial
+from pathlib import Path
 
 import pytest
 
@@ -9,8 +14,10 @@ from dist_lib.claims import load_claims, recomputers, recomputes
 from dist_lib.pulse.low_precision import FORMATS, change_rates
 from dist_lib.pulse.sparsity_measures import crossing_model, sparsity, threshold_model
 from dist_lib.pulse.streams import adamw_stream
+from labs.pulse.rl import rows
 
 CELLS, STEPS, ROWS = 512 * 1024, 30, 512
+RECORDS = Path(__file__).resolve().parents[2] / "data" / "results"
 
 
 @cache
@@ -118,7 +125,52 @@ def scales_powers():
                      for name in ("fp8", "mxfp4"))  # fmt: skip
 
 
-HERE = sorted(n for n, f in recomputers().items() if f.__module__ == __name__)
+@cache
+def _record(name):
+    return json.loads((RECORDS / name).read_text())
+
+
+def _row(optimizer, storage, lr, column):
+    table = {(r["optimizer"], r["storage"], r["lr"]): r for r in rows(_record("pulse-rl.json"))}
+    return table[optimizer, storage, lr][column]
+
+
+RUNS = {"stored": ("adamw", "bf16", 3e-6), "master": ("adamw", "fp32", 3e-6), "stored-slower": ("adamw", "bf16", 1e-6),
+        "master-slower": ("adamw", "fp32", 1e-6), "master-faster": ("adamw", "fp32", 1e-5),
+        "muon-stored": ("muon", "bf16", 3e-6), "muon-master": ("muon", "fp32", 3e-6)}  # fmt: skip
+for _name, _which in RUNS.items():
+    recomputes(f"pulse-rl-{_name}")(partial(_row, *_which, "S1"))
+    recomputes(f"pulse-rl-{_name}-eight")(partial(_row, *_which, "S8"))
+
+
+@recomputes("pulse-rl-crossing")
+def rl_crossing():
+    masters = [r for r in rows(_record("pulse-rl.json")) if r["storage"] == "fp32"]
+    assert len(masters) == 5 and all(abs(r["crossing_model"] - r["S1"]) < 0.05 for r in masters)
+    return 0.05
+
+
+@recomputes("pulse-rl-gradients")
+def rl_gradients():
+    return min(r["gradient_density"] for r in _record("pulse-rl.json")["runs"].values())
+
+
+def _stream_density(name):
+    return 100 - 100 * _record("pulse-stream.json")["streams"][name]["sparsity_by_step"][-1]
+
+
+STREAMS = {"master-slower": "fp32-1e-06", "master": "fp32-3e-06"}
+for _name, _folder in STREAMS.items():
+    recomputes(f"pulse-stream-{_name}")(partial(_stream_density, _folder))
+
+
+@recomputes("pulse-stream-as-loaded")
+def stream_as_loaded():
+    return 100 - 100 * _record("pulse-stream.json")["streams"]["fp32-1e-06-loaded"]["sparsity_by_step"][0]
+
+
+KINDS = ("pulse-rl-", "pulse-stream-", "pulse-rate-", "pulse-sparsity-")
+HERE = sorted(n for n in recomputers() if n.startswith(KINDS))
 
 
 @pytest.mark.parametrize("name", HERE)
