@@ -24,7 +24,7 @@ from dist_lib.agoq.wire import GradientFormat, Hops, Ranks, Shards, Started, sum
 from dist_lib.ops.quantization import FLOATS
 
 Generator = torch.Generator | int | None
-PIECE = 2**18  # numbers of every shard that are encoded and decoded while others are on the wire
+PIECE = 2**19  # numbers of every shard that are encoded and decoded while others are on the wire
 
 
 def check_gradient(tensor: Tensor) -> None:
