@@ -7,6 +7,7 @@ AdamW streams (:mod:`dist_lib.pulse.streams`), computed when the figure is made;
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -127,6 +128,11 @@ def cell_figure(weight: float = 0.019, steps: Sequence[float] = (0.15, 0.45, 0.6
     )
 
 
+def _up(value: float) -> float:
+    """The next tenth above: what a description says must hold on every processor."""
+    return math.ceil(10 * value) / 10
+
+
 def simulated_curve(
     storage: str, lr: float, ks: Sequence[int] = PUBLISHED_KS, *, cells: int = 200_000, seed: int = 0
 ) -> list[float]:
@@ -191,7 +197,7 @@ def sparsity_figure(*, cells: int = 200_000, recorded: Mapping[str, tuple[Sequen
         y="cells with the same bits (%)",
         alt=(
             f"Published points of {first.label} fall from {first.values[0]} to {first.values[-1]} per cent. A stream "
-            f"stored in BF16 stays within {worst['bf16']:.2f} points of them; one with FP32 masters falls much faster "
+            f"stored in BF16 stays within {_up(worst['bf16'])} points of them; one with FP32 masters falls much faster "
             f"and is up to {worst['fp32']:.0f} points away"
         ),
         traces=traces,
@@ -245,7 +251,7 @@ def models_figure(
         y="changed cells in a step (%)",
         alt=(
             "Two rising lines on logarithmic axes, one for weights stored in BF16 and above it one for FP32 masters, "
-            f"with counted points on both; models and counts are at most {off:.2f} points apart. The upper line bends "
+            f"with counted points on both; models and counts are at most {_up(off)} points apart. The upper line bends "
             "because weights near zero change in every step already"
         ),
         traces=traces,

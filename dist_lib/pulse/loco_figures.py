@@ -131,7 +131,7 @@ def gate_density_figure(
                 viz.line(x, [round(v, 2) for v in values], name, index=i, meta={"measure": measure})
             )
         at = list(lengths).index(8)
-        facts.append(f"at 8 steps and {name[-7:]} it is {density[at]:.0f} % and {ratio[at]:.1f} times less")
+        facts.append(f"at 8 steps and {name[-7:]} it is {density[at]:.0f} % and {ratio[at]:.0f} times less")
     ratios = list(measures)[1]
     line = viz.line(x, [PAPER_RATIO] * len(x), "the paper, at 8 steps", index=6, meta={"measure": ratios})
     measures[ratios].append(line)
@@ -170,4 +170,5 @@ def cast_error_figure(*, rounds: int = 20) -> Any:
             f"the buffer gathers the cast's error, and after {rounds} rounds {last[1]:.0f} % are sent"
         ),
         traces=traces,
+        rtol=0.1,
     )

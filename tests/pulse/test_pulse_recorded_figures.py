@@ -18,10 +18,10 @@ def test_shares_sum_to_all_cells_and_small_exponents_are_joined() -> None:
     exponents = [(-40, 10, 10), (-30, 10, 9), (-9, 40, 10), (-5, 140, 1)]
     fig = figures.exponents_figure({"one": exponents, "two": [(-5, 4, 1)]})
     cells, changed, share = (t for t in fig.data if t.meta["stream"] == "one")
-    assert tuple(cells.x) == (-24, -9, -5) and sum(cells.y) == pytest.approx(100)
+    assert tuple(cells.x) == (-18, -9, -5) and sum(cells.y) == pytest.approx(100)
     assert tuple(changed.y) == pytest.approx((100 * 19 / 30, 100 / 3, 100 / 30), abs=1e-3)
     assert tuple(share.y) == pytest.approx((95, 25, 100 / 140), abs=1e-3)
-    assert "one: most cells change up to exponent -24; two: none" in fig.layout.meta["alt"]
+    assert "one: most cells change up to exponent -18; two: none" in fig.layout.meta["alt"]
 
 
 def test_means_over_seeds_and_a_control_for_rates() -> None:
