@@ -16,7 +16,7 @@ from dist_lib.pulse._kernels import BAD, OK, Array, compiled, i64
 from dist_lib.pulse._vector import LANES, classify, copy, equal, lowest, ones
 
 u64: Any = np.uint64
-BLOCK = 512  # cells whose classes are found, and then counted, together
+BLOCK = 256  # cells whose classes are found, and then counted, together
 PARTS = BLOCK // LANES
 NEVER: Any = 1 << 62  # above every rank
 

@@ -59,7 +59,7 @@ def test_changes_found_where_a_tensor_lies_give_the_same_bytes(codec: str, monke
 
 
 @pytest.mark.parametrize("codec", list(CODECS))
-@pytest.mark.parametrize("cells", [511, 512, 513, 5000])
+@pytest.mark.parametrize("cells", [255, 256, 257, 513, 5000])
 def test_segments_decode_into_given_memory(codec: str, cells: int) -> None:
     """Around the size of a block, at several densities; the base stays as it was."""
     for share in (0.001, 0.03, 0.6, 1.0):
