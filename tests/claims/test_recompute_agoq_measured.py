@@ -256,6 +256,21 @@ def test_the_gate():
     assert max(order["weights"], order["swiglu"], order["value"]) < min(order["query"], order["key"])
 
 
+# ---- recorded over a shaped link ------------------------------------------------------------------------------------
+
+
+def _ratio(row):
+    """Median ratio of the bench's row; of several recorded machines the first by name."""
+    files = [json.loads(f.read_text(encoding="utf-8"))["rows"] for f in sorted(RECORD.parent.glob("bench-*.json"))]
+    return next(rows[f"agoq/{row}"]["ratio"] for rows in files if f"agoq/{row}" in rows)
+
+
+recomputes("agoq-all-reduce-measured")(lambda: 1 / _ratio("all-reduce"))
+recomputes("agoq-all-reduce-time")(lambda: _ratio("all-reduce"))
+recomputes("agoq-all-reduce-dynamic8")(lambda: _ratio("all-reduce-dynamic8"))
+recomputes("agoq-all-reduce-bfloat16")(lambda: _ratio("all-reduce-against-bfloat16"))
+
+
 # ---- recorded on SmolLM2 --------------------------------------------------------------------------------------------
 
 
