@@ -54,7 +54,7 @@ EIGHT_B = DecoderConfig(
 ROW_SECONDS = 15.0  # a row is started only if this much time is left
 
 
-def _same(left: Tensor, right: Tensor) -> bool:
+def same_bits(left: Tensor, right: Tensor) -> bool:
     """Equal in every bit; NaN equals NaN."""
     left, right = left.cpu(), right.cpu()
     nan = torch.equal(left.isnan(), right.isnan())
@@ -73,7 +73,7 @@ def _numbers(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
 
 def _alike(ours: Quantized, reference: Quantized) -> bool:
     codes = torch.equal(ours.codes.cpu(), reference.codes)
-    return codes and _same(ours.scales, reference.scales) and _same(ours.dequantize(), reference.dequantize())
+    return codes and same_bits(ours.scales, reference.scales) and same_bits(ours.dequantize(), reference.dequantize())
 
 
 def check_codecs(report: GpuReport, device: str, cases: Sequence[Case] = CASES) -> None:
@@ -132,7 +132,7 @@ def check_offsets(report: GpuReport) -> None:
     q = quantize(x, "fp4", 128, flat=True)
     out = dataclasses.replace(q, dtype=torch.bfloat16).dequantize()
     tail = quantize(x[-(2**20) :].cpu(), "fp4", 128, flat=True).dequantize()
-    report.check("past 2^31 elements", _same(out[-(2**20) :], tail) and not bool(out[: 2**20].any()))
+    report.check("past 2^31 elements", same_bits(out[-(2**20) :], tail) and not bool(out[: 2**20].any()))
 
 
 def _apart(total: Quantized, x: Tensor) -> Quantized:
@@ -204,11 +204,20 @@ def held_formula(config: DecoderConfig, batch: int, seq: int, plan: ActivationPl
     return 2 * sum(stored) + attention + 2 * tokens * 4
 
 
+def random_model(config: DecoderConfig, device: str) -> Decoder:
+    """A bfloat16 model made on its device: gains near 1, matrices near 0."""
+    with torch.device("meta"):
+        model = Decoder(config).bfloat16()
+    model.to_empty(device=device)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, mean=2.0 - min(parameter.ndim, 2), std=0.02)
+    return model
+
+
 def check_layers(report: GpuReport, config: DecoderConfig = EIGHT_B, seq: int = 8192) -> None:
     """Layers of an 8B model: bytes held after a forward pass against the formula; times with and without codes."""
     plan = ActivationPlan("fp4", 128)
-    with torch.device("cuda"):
-        model = Decoder(config).bfloat16()
+    model = random_model(config, "cuda")
     cos, sin = rotary_table(config, seq, torch.device("cuda"))
     cos, sin = cos.bfloat16(), sin.bfloat16()  # no copies of them in the count
     x = torch.randn(1, seq, config.d_model, device="cuda", dtype=torch.bfloat16, requires_grad=True)

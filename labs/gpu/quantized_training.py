@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -24,10 +23,10 @@ from dist_lib.agoq import ActivationPlan, GradientFormat, quantize_activations
 from dist_lib.agoq.collectives import sum_and_encode
 from dist_lib.agoq.wire import Hops, Shards
 from dist_lib.comm import CommCounter, distributed
-from dist_lib.models import Decoder, DecoderConfig
+from dist_lib.models import DecoderConfig
 from dist_lib.models.decoder import rotary_table
 from labs.agoq.formulas import encoded_layer_bytes, plain_layer_bytes
-from labs.gpu.quantization import EIGHT_B
+from labs.gpu.quantization import EIGHT_B, random_model, same_bits
 from labs.gpu_check import GpuReport
 
 STACK = dataclasses.replace(EIGHT_B, n_layers=4, n_kv_heads=8)
@@ -127,10 +126,9 @@ def check_peak(report: GpuReport, device: str, config: DecoderConfig = STACK, se
 
 
 def _peak_of_stack(device: str, config: DecoderConfig, seq: int, plan: ActivationPlan | None) -> int:
-    with torch.device(device):
-        model = Decoder(config).bfloat16()
-        x = torch.randn(1, seq, config.d_model).bfloat16().requires_grad_()
-        gradient = torch.randn_like(x)
+    model = random_model(config, device)
+    x = torch.randn(1, seq, config.d_model, device=device).bfloat16().requires_grad_()
+    gradient = torch.randn_like(x)
     if plan is not None:
         quantize_activations(model, plan)
     cos, sin = (t.bfloat16() for t in rotary_table(config, seq, torch.device(device)))
@@ -155,8 +153,7 @@ def check_messages(report: GpuReport, device: str, numel: int = 2**20 + 77) -> N
             with CommCounter() as counter:
                 found = _through_messages(x.to(ctx.device), form)
             expected = Shards.encode(Shards.encode(x, form).decode(), form).decode()
-            same = torch.equal(found.cpu().view(torch.int32), expected.view(torch.int32))
-            same &= bool(found[0, 5].isnan())
+            same = same_bits(found, expected) and bool(found[0, 5].isnan())
             report.check(f"{form.codec}/{form.block_size} messages over {ctx.backend}: a CPU's bits", same)
             wanted = 2 * form.message_bytes(numel)
             text = f"{counter.bytes()} bytes, formula {wanted}"
@@ -171,7 +168,7 @@ def _through_messages(x: Tensor, form: GradientFormat) -> Tensor:
 
 
 def time_messages(report: GpuReport, numel: int = 2**28) -> None:
-    """The 8-bit path on one rank, against NCCL's float32 all-reduce of as many numbers (a copy, with one rank)."""
+    """The 8-bit path on one rank, bytes counted, beside the copy of this run."""
     form = GradientFormat("int8", 256)
     with distributed(device="cuda"):
         x = torch.randn(1, numel, device="cuda")
@@ -179,8 +176,7 @@ def time_messages(report: GpuReport, numel: int = 2**28) -> None:
         # encode, pack, exchange, unpack and decode, encode, pack, gather, unpack and decode
         moved = 3 * 4 * numel + 4 * numel + 12 * message
         ours = report.time(lambda: _through_messages(x, form), samples=5)
-        other = report.time(lambda: dist.all_reduce(x), samples=5)
-        report.row(f"8-bit messages, {numel / 2**20:g} Mi numbers, one rank", ours, other, nbytes=moved)
+        report.row(f"8-bit messages, {numel / 2**20:g} Mi numbers, one rank", ours, nbytes=moved)
 
 
 def run(report: GpuReport) -> None:

@@ -49,3 +49,13 @@ def test_the_formula_of_the_bytes_is_what_autograd_keeps():
         model.layers[0](x, cos, sin)
     angles = cos.nbytes + sin.nbytes
     assert counter.bytes - angles == pytest.approx(checks.held_formula(config, 1, 64, plan), rel=0.001)
+
+
+def test_a_random_model_has_gains_near_one_and_matrices_near_zero():
+    config = dataclasses.replace(checks.EIGHT_B, d_model=64, n_heads=2, n_kv_heads=2, d_ff=128, n_layers=1)
+    model = checks.random_model(config, "cpu")
+    for name, parameter in model.named_parameters():
+        mean, spread = (1.0, 0.02) if parameter.ndim == 1 else (0.0, 0.02)
+        assert parameter.device.type == "cpu" and parameter.dtype == torch.bfloat16, name
+        assert float(parameter.float().mean()) == pytest.approx(mean, abs=0.01), name
+        assert float(parameter.float().std()) == pytest.approx(spread, rel=0.4), name
