@@ -44,7 +44,7 @@ class TensorParallelDMuon(Optimizer):
         mesh: two named dimensions.
         lr: learning rate of both optimizers.
         data, tensor: names of the mesh's dimensions.
-        way: ``"gather"``, ``"gram"`` where possible, or ``"auto"``: see :func:`choose_way`.
+        way: ``"gather"``, ``"gram"`` where possible, or ``"auto"``: see :func:`~dist_lib.dmuon.nesting.choose_way`.
         adamw_lr: of AdamW for everything that is not a matrix, if another.
         weight_decay: of both, decoupled.
         momentum, nesterov: of Muon, heavy-ball form.
