@@ -8,6 +8,7 @@ import pytest
 
 from dist_lib.agoq.bit_plan import LayerCost, in_flight, make_bit_plan
 from dist_lib.agoq.layer_memory import TABLE_1_SHAPE, LayerShape, layer_units
+from dist_lib.agoq.memory_model import SYSTEMS, Training, peak, stage_memory
 from dist_lib.agoq.paper_tables import layer_table, memory_table, recompute_table, saving_table
 from dist_lib.agoq.published import TABLE_2, TABLE_5, TABLE_6, TABLE_8
 from dist_lib.agoq.speed_model import published_speed, speed_table
@@ -113,6 +114,12 @@ def memory_og():
 @recomputes("agoq-memory-aog")
 def memory_aog():
     return _memory()[GPU, "aog"].modelled
+
+
+@recomputes("agoq-memory-built")
+def memory_built():
+    training = Training(config=get_config("llama2-13b"), seq=12 * 1024, tensor=8)
+    return peak(stage_memory(training, SYSTEMS["paper"])).total / 1e9
 
 
 @recomputes("agoq-saved-o")

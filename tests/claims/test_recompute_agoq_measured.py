@@ -290,6 +290,9 @@ SMOLLM2 = {
     "layers-int8": ("layers", "int8"),
     "gate-up": ("gate and up", "fp4"),
     "every": ("every saved tensor", "fp4"),
+    "norm-inputs": ("norm inputs", "fp4"),
+    "out": ("out-projection input", "fp4"),
+    "attention-int8": ("attention", "int8"),
 }
 _register("agoq-smollm2-", SMOLLM2, smollm2_gradient)
 _register(
@@ -303,6 +306,53 @@ _register(
 def smollm2_attention():
     kinds = _recorded()["by_kind"]["fp4"]
     return kinds["query"] / kinds["swiglu"]
+
+
+@recomputes("agoq-smollm2-attention-fp4")
+def smollm2_attention_fp4():
+    found = _recorded()["gradient"]["fp4"]["attention"][0]
+    return "more than 100 million" if found > 1e8 else f"{found:g}"
+
+
+@recomputes("agoq-smollm2-attention-nf4")
+def smollm2_attention_nf4():
+    return _recorded()["gradient"]["nf4"]["attention"][0]
+
+
+@recomputes("agoq-smollm2-outlier")
+def smollm2_outlier():
+    return max(layer[kind]["outlier"] for layer in _recorded()["layers"] for kind in ("norm 1 input", "norm 2 input"))
+
+
+@recomputes("agoq-smollm2-gate")
+def smollm2_gate():
+    within = [codec for codec in ("fp4", "nf4") if _recorded()["gradient"][codec]["layers"][0] <= 0.15]
+    return ", ".join(within) or "neither"
+
+
+def test_the_record_is_consistent():
+    """What must hold between numbers of one measurement, whatever they are."""
+    record = _recorded()
+    for name, found in record["gradient"].items():
+        parts = [found[scheme][0] for scheme in ("norm inputs", "out-projection input", "gate and up")]
+        together = found["layers"][0]
+        assert max(parts) < together <= sum(parts), name  # errors add, and never more than in full
+        for error, cosine in found.values():
+            assert abs(cosine) <= 1
+            if error < 1:  # the angle is at most that of a right triangle with this error as its side
+                assert cosine >= math.sqrt(1 - error**2) - 1e-4, (name, error, cosine)
+        assert found["attention"][0] > together, name  # why attention is left alone
+    for better, worse in (("int8", "nf4"), ("nf4", "fp4")):
+        for measure in ("gradient", "by_kind"):
+            low, high = record[measure][better], record[measure][worse]
+            first = (lambda v: v[0]) if measure == "gradient" else float
+            assert all(first(low[key]) < first(high[key]) for key in low if "attention" not in key)
+    order = sorted(record["by_kind"]["fp4"], key=record["by_kind"]["fp4"].get)
+    assert order == ["norm", "weights", "swiglu", "value", "query", "key"]  # as in table 13
+    for layer in record["layers"]:
+        for kind in record["kinds"]:
+            assert abs(sum(layer[kind]["values"]) - 10_000) <= 33, kind  # shares of 10 000, each rounded
+            assert layer[kind]["absmax"] >= layer[kind]["rms"] and layer[kind]["outlier"] >= 1
 
 
 # ---- optimizer state ------------------------------------------------------------------------------------------------
@@ -328,9 +378,9 @@ def _loss(scheme=None):
     return _train(100, scheme)[1]
 
 
-def _within(limit, scheme, unit=""):
+def _within(limit, scheme):
     apart = abs(_loss(scheme) - _loss())
-    return f"within {limit}{unit}" if apart < limit else f"{apart:.3f}{unit}"
+    return f"within {limit}" if apart < limit else f"{apart:.3f}"
 
 
 @recomputes("agoq-loss")
@@ -338,9 +388,9 @@ def loss():
     return _within(0.05, "layers")
 
 
-@recomputes("agoq-uniform")
+@recomputes("agoq-uniform-small")
 def uniform():
-    return _within(0.1, "every saved tensor", " nats")
+    return _within(0.1, "every saved tensor")
 
 
 MINE = sorted(name for name, function in recomputers().items() if function.__module__ == __name__)
