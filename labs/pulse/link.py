@@ -17,6 +17,7 @@ import functools
 import hashlib
 import http.server
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -56,7 +57,7 @@ class Work:
         cells: bfloat16 weights of a synthetic state; 0 for the recorded stream of SmolLM2.
         lr: of the synthetic updates, and of the recorded stream.
         codec: of patches.
-        versions: syncs of patches after the first version; full copies are synced once for each.
+        versions: syncs of patches that are counted; one more goes before them.
         compute_s: pause before each sync, which stands for computing.
     """
 
@@ -269,7 +270,7 @@ def _sync(publisher: _Process, subscribers: Sequence[_Process], mode: str, work:
 
 
 def measure(megabits_per_s: float | None, subscribers: int, work: Work, *, full: int = 1) -> list[Syncs]:
-    """Sync ``work.versions`` patches, and the newest version ``full`` times as a full copy.
+    """Sync ``work.versions`` patches after one to warm up, and the newest version ``full`` times as a full copy.
 
     Args:
         megabits_per_s: rate of the link; None for none, which needs no root.
@@ -297,6 +298,7 @@ def measure(megabits_per_s: float | None, subscribers: int, work: Work, *, full:
             stack.callback(process.end)
         for process in receivers:
             process.answer()
+        _sync(publisher, receivers, "patch", work)  # compiles, and is not counted
         for mode, times in (("patch", work.versions), ("full", full)):
             start = time.monotonic()
             for _ in range(times):
@@ -370,6 +372,7 @@ def run(work: Work, rates: Sequence[float], subscribers: Sequence[int]) -> dict[
         "work": asdict(work),
         "payload_share": SHARE,
         "hardware": results.hardware(),
+        "load": os.getloadavg()[0],
         "syncs": rows,
         "paths": over_paths(work, [Way(), Way(0.01), Way(0.05), Way(0.05, 0.001)]),
     }
