@@ -324,7 +324,7 @@ class Pair:
             raise RunError(f"{self.folder} holds a run with other settings; use another folder")
         results.write_text(path, self.settings.write())
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "dist_lib.pulse", "dist_lib.tasks"])
+        context.set_forkserver_preload(["labs.pulse.trainer_sampler"])
         for role in ROLES:
             (self.folder / f"{role}.error").unlink(missing_ok=True)
             self.processes[role] = context.Process(target=_main, args=(role, str(self.folder)), daemon=True)

@@ -159,7 +159,12 @@ def _stream_density(name):
     return 100 - 100 * _record("pulse-stream.json")["streams"][name]["sparsity_by_step"][-1]
 
 
-STREAMS = {"master-slower": "fp32-1e-06", "master": "fp32-3e-06"}
+STREAMS = {
+    "master-slower": "fp32-1e-06",
+    "master": "fp32-3e-06",
+    "stored-slower": "bf16-1e-06",
+    "stored": "bf16-3e-06",
+}
 for _name, _folder in STREAMS.items():
     recomputes(f"pulse-stream-{_name}")(partial(_stream_density, _folder))
 
