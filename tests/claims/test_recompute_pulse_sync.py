@@ -1,6 +1,8 @@
 """Traffic, faults and link times of sparse weight sync in the ledger, computed afresh."""
 
+import json
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +53,29 @@ def faults():
 @recomputes("pulse-sync-faults-newest")
 def faults_newest():
     return 100 * _matrix()["newest"] / sum(_matrix().values())
+
+
+@cache
+def _syncs():
+    record = json.loads((Path(__file__).parents[2] / "data" / "results" / "pulse-link.json").read_text())
+    return {(row["mode"], row["megabits_per_s"], row["subscribers"]): row for row in record["syncs"]}
+
+
+@recomputes("pulse-sync-link-saving")
+def link_saving():
+    return _syncs()["full", 100.0, 1]["nbytes"] / _syncs()["patch", 100.0, 1]["nbytes"]
+
+
+@recomputes("pulse-sync-link-full")
+def link_full():
+    return _syncs()["full", 100.0, 1]["median_s"]
+
+
+@recomputes("pulse-sync-link-form")
+def link_form():
+    """In per cent: the worst of full copies at 100 Mbit/s to one and to two subscribers, where the link decides."""
+    rows = [_syncs()["full", 100.0, count] for count in (1, 2)]
+    return 100 * max(abs(row["closed_form_s"] / row["median_s"] - 1) for row in rows)
 
 
 def test_the_paper_divides_by_less_than_all_weights():
