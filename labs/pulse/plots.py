@@ -75,8 +75,9 @@ def traffic_figure(record: RunRecord) -> Any:
     return viz.figure(
         title="What one worker hands to collectives",
         x="method",
-        y="MB in the whole run",
-        alt="Bars: " + ", ".join(f"{LOOP_NAMES[n]} {s:.1f} MB" for n, s in zip(names, sizes, strict=True)),
+        y="MB in the whole run (logarithmic)",
+        yaxis_type="log",
+        alt="Bars: " + ", ".join(f"{LOOP_NAMES[n]} {s:.3g} MB" for n, s in zip(names, sizes, strict=True)),
         traces=[bar],
         rtol=0.2,
     )
