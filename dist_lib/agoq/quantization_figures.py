@@ -126,7 +126,8 @@ def errors_figure(rows: Sequence[CodecError]) -> Any:
         rtol=0.02,
         xaxis={"type": "log", "dtick": "D1", "title": {"text": "relative error (L2)"}},
         yaxis={"autorange": "reversed", "title": {"text": "format"}},
-        height=460,
+        legend={"y": -0.3},
+        height=500,
     )
 
 
