@@ -1,6 +1,6 @@
 """Where the bytes of a patch go: positions, values and the rest, codec by codec, down to the reference entropy.
 
-The parts of a codec add up to what :func:`~dist_lib.pulse.codecs.encode_segment` writes. Where one compressor covers
+The parts of a codec add up to what ``encode_segment`` writes. Where one compressor covers
 positions and values, the positions' share is what they take alone and the values' share is what is left. Layouts that
 are no codec here (plain indices, a bit mask) are coded as plainly as they are described, each with one zstd-1 frame.
 Needs the packages of ``dist-lib[pulse]``; the figure needs ``dist-lib[viz]`` too.
@@ -59,7 +59,7 @@ def settled_pair(storage: str, lr: float, *, cells: int = CELLS, seed: int = 0) 
     """Two states of a synthetic AdamW stream one step apart, bfloat16 (rows, 4096), at step 30.
 
     Args:
-        storage: ``"bf16"`` or ``"fp32"``, see :func:`~dist_lib.pulse.streams.adamw_stream`.
+        storage: ``"bf16"`` or ``"fp32"``, see ``adamw_stream``.
         lr: learning rate.
         cells: number of weights, a multiple of 4096 and at most 2^22.
         seed: of the stream.

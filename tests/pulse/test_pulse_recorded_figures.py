@@ -50,8 +50,9 @@ def test_links_measured_beside_the_closed_form() -> None:
     ]
     fig = figures.link_figure(rows)
     by_name = {t.name: t for t in fig.data}
-    assert tuple(by_name["patch, measured"].x) == ("100 Mbit/s to 1", "1000 Mbit/s to 1")
-    assert tuple(by_name["patch, closed form"].y) == (0.4, 0.38) and tuple(by_name["full copy, measured"].y) == (20,)
-    assert "3 settings" in fig.layout.meta["alt"] and "within 25 per cent" in fig.layout.meta["alt"]
+    assert tuple(by_name["patch, measured"].y) == (0.5, 0.4) and tuple(by_name["full copy, measured"].y) == (20,)
+    assert tuple(by_name["closed form"].y) == (21, 0.4, 0.38)
+    assert [x.split("<br>")[:2] for x in by_name["closed form"].x[1:]] == [["patch,", "100"], ["patch,", "1000"]]
+    assert "3 settings" in fig.layout.meta["alt"] and "a full copy over 100 Mbit/s" in fig.layout.meta["alt"]
     with pytest.raises(ValueError, match="no shaped link"):
         figures.link_figure(rows[:1])
