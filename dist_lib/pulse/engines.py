@@ -87,7 +87,8 @@ class ModelReceiver:
         Raises:
             StateError: names, shapes, dtypes or ties of the model and of what is published do not fit, or what was
                 written does not read back. The model is as before.
-            CorruptPatchError, MissingObjectError, OSError: see :meth:`dist_lib.pulse.Subscriber.poll`. The model is as before.
+            CorruptPatchError, MissingObjectError, OSError: see :meth:`dist_lib.pulse.Subscriber.poll`. The model is as
+                before.
         """
         start = time.monotonic()
         self.subscriber.poll(most=most)

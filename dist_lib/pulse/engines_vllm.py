@@ -80,7 +80,8 @@ class PulseWorkerExtension:
         Raises:
             StateError: :meth:`pulse_follow` was not called; or tensors do not read back, and the old ones were loaded
                 again.
-            CorruptPatchError, MissingObjectError, OSError: see :meth:`dist_lib.pulse.Subscriber.poll`; nothing was loaded.
+            CorruptPatchError, MissingObjectError, OSError: see :meth:`dist_lib.pulse.Subscriber.poll`; nothing was
+                loaded.
         """
         start = time.monotonic()
         subscriber: Subscriber | None = getattr(self, "_pulse_subscriber", None)

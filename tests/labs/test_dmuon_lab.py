@@ -96,7 +96,7 @@ def test_weights_on_their_owners_alone_learn_the_same(tmp_path, pair):
 
 
 def test_replicas_of_shards_learn_the_same(tmp_path):
-    """Four ranks, two replicas: the sums go in another order than the single process's, so weights agree to rounding."""
+    """Four ranks, two replicas: sums go in another order than a single process's, so weights agree to rounding."""
     config = dataclasses.replace(SMALL, mode="hsdp-keep", ordered=False, compared=(), batch_size=4)
     found = launch(trained, world_size=4, args=(config, str(tmp_path / "a")), timeout_s=60)[0][0]
     twin = dataclasses.replace(SMALL, compared=(), batch_size=4)
