@@ -147,9 +147,8 @@ def rl_figure(runs: Iterable[Mapping[str, Any]]) -> Any:
                         meta={"lr": f"{lr:.0e}".replace("e-0", "e-")},
                     )
                 )
-                facts.append(
-                    f"{name} at {lr:.0e}: {means[1]:.1f} for one step, {means[max(means)]:.0f} for {max(means)}"
-                )
+                if lr == rates[0]:
+                    facts.append(f"{name}: {means[1]:.1f} for one step, {means[max(means)]:.0f} for {max(means)}")
     labels = [f"{lr:.0e}".replace("e-0", "e-") for lr in rates]
     controls = (
         [viz.Control(key="lr", label="Learning rate", values=labels, initial=labels[0])] if len(labels) > 1 else []
@@ -158,7 +157,7 @@ def rl_figure(runs: Iterable[Mapping[str, Any]]) -> Any:
         title="Unchanged weights under reinforcement learning (recorded)",
         x="steps between the two states (k)",
         y="cells with the same bits (%)",
-        alt=f"Falling lines over k. In per cent, {'; '.join(facts)}",
+        alt=f"Falling lines over k. In per cent, at {rates[0]:.0e}: {'; '.join(facts)}",
         traces=traces,
         controls=controls,
         xaxis_type="category",
