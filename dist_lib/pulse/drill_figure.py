@@ -87,7 +87,7 @@ def drill_figure() -> Any:
     shown = "in every combination all that was served had been published, bit for bit"
     return viz.figure(
         title="Break it, and watch it recover",
-        x="from the publisher through the store to the receiver",
+        x="who writes and reads",
         y="events, from top to bottom",
         alt=(
             "A sequence of arrows between three lanes: the publisher writes payload, manifest, marker and hint into "
@@ -106,7 +106,7 @@ def drill_figure() -> Any:
             "tickvals": [0, 1, 2],
             "ticktext": list(LANES),
             "showgrid": True,
-            "title": {"text": "from the publisher through the store to the receiver"},
+            "title": {"text": "who writes and reads"},
         },
         yaxis={
             "range": [rows - 0.4, -1.0],
