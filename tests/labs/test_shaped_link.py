@@ -31,7 +31,8 @@ with socket.create_connection((sys.argv[2], 5000)) as s:
     s.sendall(bytes(int(sys.argv[1])))
 """
 HELD = """
-import time
+import signal, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that put the tests into the background ignores it
 from labs.shaped_link import shaped_link
 with shaped_link(2, megabits_per_s=10) as link:
     print(*(host.pid for host in link.hosts), flush=True)
