@@ -50,7 +50,7 @@ def test_a_hundred_thousand_inputs(capsys: pytest.CaptureFixture[str]) -> None:
     assert fuzz.has_atheris() or sys.platform != "linux"
     found = fuzz.fuzz(100_000, seconds=60.0)
     print(found)
-    assert found["inputs"] == 100_000 or found["seconds"] > 18
+    assert found["inputs"] == 100_000 or found["seconds"] > 55
     refused = sum(count for outcome, count in found["outcomes"].items() if outcome.endswith("refused"))
     assert sum(found["outcomes"].values()) == found["inputs"] and 0 < refused < found["inputs"]
     assert found["growth_mib"] < 200
