@@ -97,6 +97,14 @@ def numbered_layer(name: str) -> str:
     return "" if at is None else ".".join(parts[: at + 1])
 
 
+def whole_model(name: str) -> str:
+    """One layer for everything, ``""``: the fewest messages, one an owner, and no overlap with forward or backward.
+
+    For ``publish="sync"`` where a step waits for its communication anyway.
+    """
+    return ""
+
+
 def modules_of(model: nn.Module, names: Mapping[int, str], layer_of: LayerOf) -> dict[str, list[nn.Module]]:
     """For each layer the modules whose forward reads its matrices: the layer, and others tied to one of them.
 

@@ -26,6 +26,8 @@ class Config:
         shards: ranks of a replica in the two ``hsdp`` modes, where they must divide the ranks; else without effect.
         publish: ``sync``, or ``async``, when each layer waits for its new weights just before it runs.
         owners: how they are chosen: ``lpt``, ``milp``, ``round_robin`` or ``rank0``.
+        packs: what travels in one message: an owner's matrices of one ``layer``, which overlaps with computing, or of
+            the whole ``model``, which takes fewer messages; ``model`` is for mode ``ddp``.
         ordered: add gradients in rank order, so that any number of ranks has the bits of a single process.
         weight_decay: of every optimizer.
         warmup: steps of linear warm-up; then half a cosine to a tenth of the peak.
@@ -44,6 +46,7 @@ class Config:
     shards: int = 2
     publish: str = "async"
     owners: str = "lpt"
+    packs: str = "layer"
     ordered: bool = True
     weight_decay: float = 0.1
     warmup: int = 10
@@ -59,11 +62,18 @@ class Config:
                 raise ValueError(f"{name} = {getattr(self, name)} must be above 0")
         if min(self.weight_decay, self.warmup, self.save_every) < 0:
             raise ValueError("weight_decay, warmup and save_every must be at least 0")
-        for name, allowed in (("mode", MODES), ("publish", ("sync", "async")), ("owners", METHODS)):
+        for name, allowed in (
+            ("mode", MODES),
+            ("publish", ("sync", "async")),
+            ("packs", ("layer", "model")),
+            ("owners", METHODS),
+        ):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} = {getattr(self, name)!r} must be one of {', '.join(allowed)}")
         wrong = [n for n in self.compared if n not in NAMES[1:]]
         if wrong or len(set(self.compared)) != len(self.compared):
             raise ValueError(f"compared = {self.compared} must be some of {', '.join(NAMES[1:])}, each once")
+        if self.packs == "model" and self.mode != "ddp":
+            raise ValueError("packs = 'model' needs mode = 'ddp': FSDP2 fetches weights layer by layer")
         if self.ordered and self.mode != "ddp":
             raise ValueError("ordered = true needs mode = 'ddp': FSDP2 adds gradients in the backend's order")

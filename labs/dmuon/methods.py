@@ -19,7 +19,7 @@ from dist_lib.comm import CommCounter, ExactReducer
 from dist_lib.dmuon.baselines import BASELINES, Baseline
 from dist_lib.dmuon.bytes import Mode, Sizes, rest_payload, step_payload
 from dist_lib.dmuon.checkpoint import model_state_dict
-from dist_lib.dmuon.config import RuntimeConfig
+from dist_lib.dmuon.config import RuntimeConfig, numbered_layer, whole_model
 from dist_lib.dmuon.ddp import DMuonDDP
 from dist_lib.dmuon.fsdp import DMuonFSDP
 from dist_lib.dmuon.optimizer import DMuon
@@ -137,7 +137,8 @@ def build(name: str, config: Config, *, seed: int, world: int, device: torch.dev
     runtime: DMuonDDP | DMuonFSDP
     settings = RuntimeConfig(publish=config.publish)  # type: ignore[arg-type]
     if config.mode == "ddp":
-        runtime = DMuonDDP(model, plan, config=settings, reducer=reducer)
+        layer_of = whole_model if config.packs == "model" else numbered_layer
+        runtime = DMuonDDP(model, plan, config=settings, reducer=reducer, layer_of=layer_of)
     else:
         freed, mesh = config.mode.endswith("free"), device_mesh(config, world, device)
         runtime = DMuonFSDP(model, plan, mesh=mesh, reshard_after_forward=freed, config=settings, reducer=reducer)

@@ -32,7 +32,10 @@ class Work:
     steps: int = 3
 
     def config(self) -> Config:
-        """Settings of the lab in which weights are published before the step returns."""
+        """Settings of the lab in which weights are published before the step returns.
+
+        No forward or backward is timed that messages could hide behind, so each owner's matrices travel in one.
+        """
         return Config(
             model=self.model,
             steps=self.steps,
@@ -41,6 +44,7 @@ class Work:
             lr=1e-2,
             adamw_lr=1e-2,
             publish="sync",
+            packs="model",
             ordered=False,
         )
 

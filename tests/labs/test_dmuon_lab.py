@@ -95,6 +95,14 @@ def test_weights_on_their_owners_alone_learn_the_same(tmp_path, pair):
     assert found["dmuon_validation_loss"] == pair[0][0]["dmuon_validation_loss"]
 
 
+def test_one_message_an_owner_has_the_same_bits(tmp_path, pair):
+    config = dataclasses.replace(SMALL, packs="model", compared=())
+    found = launch(trained, world_size=2, args=(config, str(tmp_path)))[0][0]
+    assert found["dmuon_tensors_equal_to_twin"] == "29 of 29"
+    assert found["dmuon_ranks_with_bytes_of_the_formula"] == "2 of 2"
+    assert found["dmuon_validation_loss"] == pair[0][0]["dmuon_validation_loss"]
+
+
 def test_replicas_of_shards_learn_the_same(tmp_path):
     """Four ranks, two replicas: sums go in another order than a single process's, so weights agree to rounding."""
     config = dataclasses.replace(SMALL, mode="hsdp-keep", ordered=False, compared=(), batch_size=4)
@@ -177,6 +185,7 @@ def test_every_scale_is_a_valid_configuration(scale):
         {"compared": ("sgd",)},
         {"compared": ("gather", "gather")},
         {"ordered": True, "mode": "fsdp-keep"},
+        {"packs": "model", "mode": "fsdp-keep", "ordered": False},
     ],
     ids=str,
 )
