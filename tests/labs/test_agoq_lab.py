@@ -3,6 +3,7 @@
 import dataclasses
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from labs.agoq import formulas, methods
 from labs.agoq.plots import figures, mean_curve
 from labs.agoq.run import LAB, Config
 from labs.framework import SCALES, LabError, RunContext, load_scale
-from labs.running import Request, execute
+from tests.labs import runs
 
 SMALL = Config(
     model="tiny-0.3m",
@@ -32,11 +33,7 @@ SMALL = Config(
 )
 
 
-def trained(config, directory, resumed=False):
-    """Run the lab; return metrics and the logged rows."""
-    with distributed(device="cpu") as ctx:
-        context = RunContext(ctx, 0, Path(directory), resumed)
-        return LAB.run(config, context), context.history
+trained = partial(runs.trained, "agoq")
 
 
 class Stopped(Exception):
@@ -175,19 +172,8 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
 
 def test_a_run_ends_with_a_record_and_figures(tmp_path):
     changes = ["steps=2", "batch_size=4", "seq_len=16", "compared=['gradients']", "schemes=['attention']"]
-    config, settings = load_scale(LAB, "ranks", changes)
-    request = Request(
-        lab="agoq",
-        module="labs.agoq.run",
-        scale="ranks",
-        config=config,
-        seed=0,
-        directory=str(tmp_path),
-        resumed=False,
-    )
-    steps = []
-    record = execute(request, settings, on_step=steps.append)
-    assert record.status == "finished" and [s["step"] for s in steps] == [1, 2, 3, 4]
+    record, steps = runs.finished("agoq", changes, tmp_path)
+    assert [s["step"] for s in steps] == [1, 2, 3, 4]
     memory, errors, wire, losses = figures(record)
     assert list(memory.data[0].x) == ["nothing", "gradients"] and len(memory.data) == 4
     assert errors.data[0].x[1] == "queries,<br>keys, values"
@@ -237,7 +223,7 @@ def test_wrong_settings_are_refused(change):
 
 def test_a_batch_that_the_ranks_do_not_divide_is_refused(tmp_path):
     with pytest.raises(RankError, match="batch_size = 6 must be a multiple of ranks x micro_batches = 4"):
-        launch(trained, world_size=2, args=(dataclasses.replace(SMALL, batch_size=6), str(tmp_path)))
+        launch(runs.trained, world_size=2, args=("agoq", dataclasses.replace(SMALL, batch_size=6), str(tmp_path)))
 
 
 def test_without_bitsandbytes_the_extra_is_named(monkeypatch):

@@ -3,16 +3,16 @@
 import dataclasses
 import subprocess
 import sys
-from pathlib import Path
+from functools import partial
 
 import pytest
 
-from dist_lib.comm import distributed, launch
+from dist_lib.comm import launch
 from labs import grading
 from labs.async_pipeline.plots import figures, recorded_events
 from labs.async_pipeline.run import LAB, Config
-from labs.framework import SCALES, RunContext, load_scale
-from labs.running import Request, execute
+from labs.framework import SCALES, load_scale
+from tests.labs import runs
 
 SMALL = Config(
     model="tiny-0.3m",
@@ -28,11 +28,7 @@ SMALL = Config(
 )
 
 
-def trained(config, directory, resumed=False):
-    """Run the lab; return metrics and the logged rows."""
-    with distributed(device="cpu") as ctx:
-        context = RunContext(ctx, 0, Path(directory), resumed)
-        return LAB.run(config, context), context.history
+trained = partial(runs.trained, "async_pipeline")
 
 
 def losses(rows):
@@ -47,7 +43,7 @@ def alone(tmp_path_factory):
 
 def test_two_stages_equal_their_twin_and_are_close_to_one_stage(tmp_path, alone):
     config = dataclasses.replace(SMALL, twin=True)
-    ranks = launch(trained, world_size=2, args=(config, str(tmp_path / "ranks")))
+    ranks = launch(runs.trained, world_size=2, args=("async_pipeline", config, str(tmp_path / "ranks")))
     one = alone[0]  # adds the gradients of the tied embedding, and the squares of the norm, in another order
     for found, _ in ranks:
         assert found["adamw_tensors_equal_to_twin"] == found["muon_tensors_equal_to_twin"] == "29 of 29"
@@ -57,7 +53,7 @@ def test_two_stages_equal_their_twin_and_are_close_to_one_stage(tmp_path, alone)
 
 def test_replicas_learn_the_same_as_one_pipeline(tmp_path, alone):
     config = dataclasses.replace(SMALL, replicas=2, micro_batches=1, save_every=0)
-    ranks = launch(trained, world_size=2, args=(config, str(tmp_path)))
+    ranks = launch(runs.trained, world_size=2, args=("async_pipeline", config, str(tmp_path)))
     for name in (k for k in alone[0] if k.endswith("validation_loss")):
         assert ranks[0][0][name] == ranks[1][0][name] == pytest.approx(alone[0][name], rel=1e-4)
 
@@ -89,19 +85,7 @@ def test_the_three_ways_start_alike_and_then_differ(alone):
 
 
 def test_a_run_ends_with_a_record_and_figures(tmp_path):
-    config, settings = load_scale(LAB, "ranks", ["steps=2", "batch_size=4", "seq_len=16", "twin=false"])
-    request = Request(
-        lab="async_pipeline",
-        module="labs.async_pipeline.run",
-        scale="ranks",
-        config=config,
-        seed=0,
-        directory=str(tmp_path),
-        resumed=False,
-    )
-    steps = []
-    record = execute(request, settings, on_step=steps.append)
-    assert record.status == "finished"
+    record, steps = runs.finished("async_pipeline", ["steps=2", "batch_size=4", "seq_len=16", "twin=false"], tmp_path)
     assert [s["step"] for s in steps] == list(range(1, 13)) and steps[0]["total"] == 12
     events = recorded_events(record.history)
     assert len(events) == 2 * (2 * 2 * 4 + 2)  # two stages, two batches of four forwards and backwards, two updates
@@ -140,4 +124,8 @@ def test_too_few_micro_batches_are_refused_on_every_rank(tmp_path):
     from dist_lib.comm import RankError
 
     with pytest.raises(RankError, match="micro_batches = 1 with 2 stages"):
-        launch(trained, world_size=2, args=(dataclasses.replace(SMALL, micro_batches=1), str(tmp_path)))
+        launch(
+            runs.trained,
+            world_size=2,
+            args=("async_pipeline", dataclasses.replace(SMALL, micro_batches=1), str(tmp_path)),
+        )

@@ -3,7 +3,7 @@
 import dataclasses
 import subprocess
 import sys
-from pathlib import Path
+from functools import partial
 
 import pytest
 
@@ -17,7 +17,7 @@ from labs.dmuon.plots import figures, one_step, recorded_events, timeline_figure
 from labs.dmuon.run import LAB, Config
 from labs.dmuon.shares import kernel_shares, stages
 from labs.framework import SCALES, RunContext, load_scale
-from labs.running import Request, execute
+from tests.labs import runs
 
 SMALL = Config(
     model="tiny-0.3m",
@@ -32,11 +32,7 @@ SMALL = Config(
 MUONS = ("dmuon", "replicated", "gather", "all_to_all")
 
 
-def trained(config, directory, resumed=False):
-    """Run the lab; return metrics and the logged rows."""
-    with distributed(device="cpu") as ctx:
-        context = RunContext(ctx, 0, Path(directory), resumed)
-        return LAB.run(config, context), context.history
+trained = partial(runs.trained, "dmuon")
 
 
 def losses(rows):
@@ -46,7 +42,7 @@ def losses(rows):
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    return launch(trained, world_size=2, args=(SMALL, str(tmp_path_factory.mktemp("pair"))))
+    return launch(runs.trained, world_size=2, args=("dmuon", SMALL, str(tmp_path_factory.mktemp("pair"))))
 
 
 def test_every_way_equals_the_single_process_and_its_byte_formula(pair):
@@ -89,7 +85,7 @@ def test_a_step_is_cut_out_of_the_record():
 
 def test_weights_on_their_owners_alone_learn_the_same(tmp_path, pair):
     config = dataclasses.replace(SMALL, mode="fsdp-free", ordered=False, compared=())
-    found = launch(trained, world_size=2, args=(config, str(tmp_path)))[0][0]
+    found = launch(runs.trained, world_size=2, args=("dmuon", config, str(tmp_path)))[0][0]
     assert found["dmuon_tensors_equal_to_twin"] == "29 of 29"
     assert found["dmuon_ranks_with_bytes_of_the_formula"] == "2 of 2"
     assert found["dmuon_validation_loss"] == pair[0][0]["dmuon_validation_loss"]
@@ -97,7 +93,7 @@ def test_weights_on_their_owners_alone_learn_the_same(tmp_path, pair):
 
 def test_one_message_an_owner_has_the_same_bits(tmp_path, pair):
     config = dataclasses.replace(SMALL, packs="model", compared=())
-    found = launch(trained, world_size=2, args=(config, str(tmp_path)))[0][0]
+    found = launch(runs.trained, world_size=2, args=("dmuon", config, str(tmp_path)))[0][0]
     assert found["dmuon_tensors_equal_to_twin"] == "29 of 29"
     assert found["dmuon_ranks_with_bytes_of_the_formula"] == "2 of 2"
     assert found["dmuon_validation_loss"] == pair[0][0]["dmuon_validation_loss"]
@@ -106,7 +102,7 @@ def test_one_message_an_owner_has_the_same_bits(tmp_path, pair):
 def test_replicas_of_shards_learn_the_same(tmp_path):
     """Four ranks, two replicas: sums go in another order than a single process's, so weights agree to rounding."""
     config = dataclasses.replace(SMALL, mode="hsdp-keep", ordered=False, compared=(), batch_size=4)
-    found = launch(trained, world_size=4, args=(config, str(tmp_path / "a")), timeout_s=60)[0][0]
+    found = launch(runs.trained, world_size=4, args=("dmuon", config, str(tmp_path / "a")), timeout_s=60)[0][0]
     twin = dataclasses.replace(SMALL, compared=(), batch_size=4)
     alone = trained(twin, tmp_path / "b")[0]
     assert found["dmuon_ranks_with_bytes_of_the_formula"] == "4 of 4"
@@ -114,7 +110,7 @@ def test_replicas_of_shards_learn_the_same(tmp_path):
     assert found["dmuon_validation_loss"] == pytest.approx(alone["dmuon_validation_loss"], abs=1e-4)
     wrong = dataclasses.replace(config, shards=3)
     with pytest.raises(RankError, match="shards = 3 must divide the 4 ranks"):
-        launch(trained, world_size=4, args=(wrong, str(tmp_path / "c")), timeout_s=60)
+        launch(runs.trained, world_size=4, args=("dmuon", wrong, str(tmp_path / "c")), timeout_s=60)
 
 
 def test_a_resumed_run_has_the_same_bits(tmp_path):
@@ -139,19 +135,9 @@ def test_a_resumed_run_has_the_same_bits(tmp_path):
 
 
 def test_a_run_ends_with_a_record_and_figures(tmp_path):
-    config, settings = load_scale(LAB, "ranks", ["steps=2", "batch_size=4", "seq_len=16", "twin=false", "compared=[]"])
-    request = Request(
-        lab="dmuon",
-        module="labs.dmuon.run",
-        scale="ranks",
-        config=config,
-        seed=0,
-        directory=str(tmp_path),
-        resumed=False,
+    record, steps = runs.finished(
+        "dmuon", ["steps=2", "batch_size=4", "seq_len=16", "twin=false", "compared=[]"], tmp_path
     )
-    steps = []
-    record = execute(request, settings, on_step=steps.append)
-    assert record.status == "finished"
     assert [s["step"] for s in steps] == [1, 2] and steps[0]["total"] == 2
     curves, bars, drawn = figures(record)
     assert [len(t.y) for t in curves.data] == [2] and len(bars.data) == 1 and drawn.data
@@ -198,7 +184,7 @@ def test_a_batch_that_the_ranks_do_not_divide_is_refused(tmp_path):
     from dist_lib.comm import RankError
 
     with pytest.raises(RankError, match="batch_size = 3 must be a multiple of the 2 ranks"):
-        launch(trained, world_size=2, args=(dataclasses.replace(SMALL, batch_size=3), str(tmp_path)))
+        launch(runs.trained, world_size=2, args=("dmuon", dataclasses.replace(SMALL, batch_size=3), str(tmp_path)))
 
 
 def test_what_ranks_hold_follows_the_plan():

@@ -4,35 +4,31 @@ import dataclasses
 import json
 import subprocess
 import sys
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
 
-from dist_lib.comm import distributed, launch
+from dist_lib.comm import launch
 from dist_lib.models import Decoder, get_config
 from dist_lib.tasks import BatchSampler, load_corpus
 from labs import grading
 from labs.bench import find_rows
-from labs.framework import SCALES, RunContext, load_scale
+from labs.framework import SCALES, load_scale
 from labs.muon import spectra
 from labs.muon.run import LAB, Config, Outcome, figures, mean_curve, metrics
 from labs.muon.sweep import RECORD, sweep
-from labs.running import Request, execute
+from tests.labs import runs
 
 SMALL = Config(model="tiny-0.3m", steps=2, batch_size=4, seq_len=16, seeds=1, muon_lr=0.01, adamw_lr=0.01, save_every=1)
 
 
-def trained(config, directory, resumed=False):
-    """Run the lab; return metrics and the logged rows."""
-    with distributed(device="cpu") as ctx:
-        context = RunContext(ctx, 0, Path(directory), resumed)
-        return LAB.run(config, context), context.history
+trained = partial(runs.trained, "muon")
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_equal_their_twin_bit_for_bit_and_bytes_are_counted(world_size, tmp_path):
-    ranks = launch(trained, world_size=world_size, args=(SMALL, str(tmp_path / "ranks")))
+    ranks = launch(runs.trained, world_size=world_size, args=("muon", SMALL, str(tmp_path / "ranks")))
     rows = ranks[0][1]
     twin, twin_rows = trained(dataclasses.replace(SMALL, shards=world_size), tmp_path / "twin")
     assert rows == twin_rows
@@ -84,19 +80,8 @@ def test_metrics_say_gain_spread_and_steps():
 
 
 def test_a_run_ends_with_a_record_and_figures(tmp_path):
-    config, settings = load_scale(LAB, "ranks", ["steps=2", "batch_size=4", "seq_len=16"])
-    request = Request(
-        lab="muon",
-        module="labs.muon.run",
-        scale="ranks",
-        config=config,
-        seed=0,
-        directory=str(tmp_path),
-        resumed=False,
-    )
-    steps = []
-    record = execute(request, settings, on_step=steps.append)
-    assert record.status == "finished" and len(record.history) == 4
+    record, steps = runs.finished("muon", ["steps=2", "batch_size=4", "seq_len=16"], tmp_path)
+    assert len(record.history) == 4
     assert [s["step"] for s in steps] == [1, 2, 3, 4] and steps[0]["total"] == 4
     loss, bars = figures(record)
     assert [len(t.x) for t in loss.data] == [2, 2] and len(bars.data) == 2

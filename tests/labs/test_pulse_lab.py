@@ -3,19 +3,19 @@
 import dataclasses
 import subprocess
 import sys
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
 
-from dist_lib.comm import distributed, launch
+from dist_lib.comm import launch
 from dist_lib.pulse import Store, Subscriber
 from dist_lib.pulse.manifest import fetch
-from labs.framework import ROOT, SCALES, RunContext, load_scale
+from labs.framework import ROOT, SCALES, load_scale
 from labs.pulse import sync
 from labs.pulse.plots import figures
 from labs.pulse.run import LAB, Config
-from labs.running import Request, execute
+from tests.labs import runs
 
 SMALL = Config(
     d_model=32,
@@ -32,11 +32,7 @@ SMALL = Config(
 )
 
 
-def trained(config, directory, resumed=False, on_step=None):
-    """Run the lab; return metrics and the logged rows."""
-    with distributed(device="cpu") as ctx:
-        context = RunContext(ctx, 0, Path(directory), resumed, on_step)
-        return LAB.run(config, context), context.history
+trained = partial(runs.trained, "pulse")
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +43,7 @@ def alone(tmp_path_factory):
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair")
-    return launch(trained, world_size=2, args=(SMALL, str(folder)), timeout_s=90), folder
+    return launch(runs.trained, world_size=2, args=("pulse", SMALL, str(folder)), timeout_s=90), folder
 
 
 def test_followers_hold_the_bits_of_a_run_with_full_copies(alone, pair):
@@ -124,19 +120,7 @@ TINY = ["d_model=32", "n_layers=1", "digits=1", "warm_steps=10", "steps=2", "pro
 
 
 def test_a_run_ends_with_a_record_and_figures(tmp_path):
-    config, settings = load_scale(LAB, "ranks", [*TINY, "inner_steps=1"])
-    request = Request(
-        lab="pulse",
-        module="labs.pulse.run",
-        scale="ranks",
-        config=config,
-        seed=0,
-        directory=str(tmp_path),
-        resumed=False,
-    )
-    steps = []
-    record = execute(request, settings, on_step=steps.append)
-    assert record.status == "finished"
+    record, steps = runs.finished("pulse", [*TINY, "inner_steps=1"], tmp_path)
     assert [s["step"] for s in steps] == [1, 2, 3, 4, 5] and steps[0]["total"] == 5
     changes, codecs, rewards, traffic = figures(record)
     assert len(changes.data[0].y) == 2 and len(codecs.data[0].y) == 3
