@@ -112,6 +112,8 @@ class TensorParallelDMuon(Optimizer):
             groups.append({"params": [*self.rest.values()], "name": "adamw", **shared, **adamw})
         plain = [{k: v for k, v in g.items() if k != "params"} for g in groups]
         agree([plain, [*self.nested.values()], sorted(self.rest), nonfinite], what="the nested owners and options")
+        first = [local(p.detach()) for p in (*self.matrices.values(), *self.rest.values())]
+        agree(first, what="the first weights of ranks that hold the same parts", group=self.data_group)
         super().__init__(groups, {})
         self._parts = {n: Parameter(local(p.detach())) for n, p in self.rest.items()}  # share memory with the model
         self._adamw = AdamW([*self._parts.values()], betas=betas, eps=eps) if self._parts else None
@@ -129,6 +131,11 @@ class TensorParallelDMuon(Optimizer):
             raise ValueError(f"{name} lies on another mesh than the tensor-parallel one, ranks {self.tensor_ranks}")
         if not (placements[0].is_shard() or placements[0].is_replicate()):
             raise ValueError(f"{name} has placement {placements[0]}; need Shard or Replicate")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients, also those that were averaged for clipping and not used."""
+        super().zero_grad(set_to_none)
+        self._reduced = None
 
     @torch.no_grad()
     def reduce_gradients(self) -> None:

@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from dist_lib.comm import CommCounter, ExactReducer, agree
+from dist_lib.comm import AgreementError, CommCounter, ExactReducer, agree
 from dist_lib.dmuon.tensor_parallel import TensorParallelDMuon
 from dist_lib.optim import MuonWithAdamW
 
@@ -156,6 +156,33 @@ def resumes(data, tensor):
         wrong = str(error)
     ours, theirs = whole(model), whole(again)
     return [n for n in ours if not torch.equal(ours[n], theirs[n])], wrong
+
+
+def forgets(data, tensor):
+    """Clip, forget, and take a step with other gradients: it must be the step of an optimizer that never saw them."""
+    ends = []
+    for disturbed in (True, False):
+        model, optimizer = made(data, tensor)
+        values = {n: torch.ones_like(p) for n, p in whole(model).items()}
+        if disturbed:
+            set_gradients(model, {n: 5 * v for n, v in values.items()})
+            optimizer.clip_grad_norm_(1.0)
+        optimizer.zero_grad()
+        set_gradients(model, values)
+        optimizer.step()
+        ends.append(whole(model))
+    return [n for n in ends[0] if not torch.equal(ends[0][n], ends[1][n])]
+
+
+def unequal(data, tensor):
+    """One rank begins with other weights; every rank's error."""
+    mesh = init_device_mesh("cpu", (data, tensor), mesh_dim_names=("dp", "tp"))
+    model = Block(int(dist.get_rank() == 1))
+    try:
+        TensorParallelDMuon(model, mesh)
+    except AgreementError as error:
+        return str(error)
+    return ""
 
 
 def _bytes(value):

@@ -69,6 +69,15 @@ def test_a_resumed_run_takes_the_same_step():
         assert differ == [] and "fits the same mesh only" in wrong
 
 
+def test_forgotten_gradients_are_not_used():
+    assert launch(ranks.forgets, world_size=2, args=(1, 2), timeout_s=60) == [[], []]
+
+
+def test_other_first_weights_are_an_error_on_every_rank():
+    errors = launch(ranks.unequal, world_size=2, args=(2, 1), timeout_s=60)
+    assert all("the first weights of ranks that hold the same parts" in e for e in errors)
+
+
 def test_faults_are_raised_on_every_rank_and_change_nothing():
     for found in launch(ranks.faults, world_size=2, timeout_s=60):
         assert "gradients hold NaN" in found["raise"] and found["raise"].endswith("unchanged")
